@@ -1,1 +1,1 @@
-"""What jaxfn costs, beside hand-written rules, equinox and torch, and torch's gradcheck: `python -m benchmarks`."""
+"""Benchmarks of jaxfn, hand-written rules, equinox and torch: `python -m benchmarks`."""

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 import jax
 
-from benchmarks import checking, kernels, pages, saved, suite, table, training
+from benchmarks import checking, kernels, operations, pages, saved, suite, table, training
 from benchmarks.environment import environment
 from benchmarks.functions import TORCH, installed_forms
 from benchmarks.measure import settle
@@ -26,7 +26,7 @@ def main() -> None:
     if options.device and jax.default_backend() == "cpu":
         raise SystemExit("JAX sees no GPU or TPU here (jax.devices() has CPUs only): nothing was measured.")
     begin = time.perf_counter()
-    jax.config.update("jax_enable_compilation_cache", False)  # a compilation found on disk is none
+    jax.config.update("jax_enable_compilation_cache", False)  # otherwise compilations are read from disk
     where = environment()
     print(", ".join(f"{name} {value}" for name, value in where.items() if value is not None))
     path = saved.path_for(where) if options.save else options.output
@@ -43,7 +43,7 @@ def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description="What a Function costs in four forms.")
     parser.add_argument("--output", type=Path, default=Path(__file__).with_name("results.json"), help="the JSON file")
     parser.add_argument(
-        "--save", action="store_true", help="keep the figures in benchmarks/results, and show them in README and docs"
+        "--save", action="store_true", help="store the figures in benchmarks/results, and show them in README and docs"
     )
     parser.add_argument("--only", action="append", choices=saved.PARTS, help="measure this part; may be repeated")
     parser.add_argument("--device", action="store_true", help="what is to be measured on a GPU or TPU: kernels, traces")
@@ -62,7 +62,7 @@ def _parts(options: argparse.Namespace) -> tuple[str, ...]:
 
 
 def _measured(part: str, options: argparse.Namespace) -> list[Any]:
-    """The results of one part, printed as they are measured."""
+    """Returns the results of one part, and prints them as they are measured."""
     effort = _QUICK if options.quick else _FULL
     forms = installed_forms() if part in (saved.FUNCTIONS, saved.CHECKING) else {}
     if part == saved.FUNCTIONS:
@@ -75,6 +75,8 @@ def _measured(part: str, options: argparse.Namespace) -> list[Any]:
         return _printed(checking.header(), checking.run(TORCH in forms, options.quick), checking.Result.line)
     if part == saved.TRAINING:
         return _printed(training.header(), training.run(effort.steps), training.Result.line)
+    if part == saved.OPERATIONS:
+        return _printed(operations.header(), operations.run(effort.steps), operations.Result.line)
     return _printed(kernels.header(), kernels.run(effort.steps), kernels.Result.line)
 
 

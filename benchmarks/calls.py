@@ -1,4 +1,4 @@
-"""Measurements of one call of a Function: eager, differentiated, and what it keeps for backward."""
+"""Measurements of one call of a Function: eager, differentiated, and the bytes that it saves for backward."""
 
 from __future__ import annotations
 
@@ -13,26 +13,26 @@ Array = np.ndarray[Any, Any]
 
 
 def call(f: Callable[..., Any], args: Sequence[Array]) -> Callable[[], Any]:
-    """One eager call, waited for."""
+    """Calls eagerly, and waits for the result."""
     arrays = [jnp.asarray(x) for x in args]
     return lambda: jax.block_until_ready(f(*arrays))
 
 
 def value_and_grad(f: Callable[..., Any], args: Sequence[Array]) -> Callable[[], Any]:
-    """One eager value and gradient, waited for."""
+    """Computes the value and gradient eagerly, and waits for them."""
     arrays = [jnp.asarray(x) for x in args]
     differentiated = jax.value_and_grad(lambda *xs: jnp.sum(f(*xs)), argnums=tuple(range(len(arrays))))
     return lambda: jax.block_until_ready(differentiated(*arrays))
 
 
 def saved_bytes(f: Callable[..., Any], args: Sequence[Array]) -> int:
-    """What the linearized call holds on to."""
+    """Returns the bytes of the linearized call's residuals."""
     _, pullback = jax.vjp(f, *map(jnp.asarray, args))
     return sum(x.nbytes for x in jax.tree.leaves(pullback))
 
 
 def torch_call(f: Callable[..., Any], args: Sequence[Array]) -> Callable[[], Any]:
-    """torch's eager call, of tensors that require no gradient."""
+    """Calls eagerly in torch, on tensors that require no gradient."""
     import torch
 
     tensors = [torch.tensor(x) for x in args]
@@ -40,7 +40,7 @@ def torch_call(f: Callable[..., Any], args: Sequence[Array]) -> Callable[[], Any
 
 
 def torch_value_and_grad(f: Callable[..., Any], args: Sequence[Array]) -> Callable[[], Any]:
-    """torch's forward and backward."""
+    """Runs torch's forward and backward."""
     import torch
 
     tensors = [torch.tensor(x, requires_grad=True) for x in args]
@@ -53,7 +53,7 @@ def torch_value_and_grad(f: Callable[..., Any], args: Sequence[Array]) -> Callab
 
 
 def torch_saved_bytes(f: Callable[..., Any], args: Sequence[Array]) -> int:
-    """What torch's call saved, as its saved-tensor hooks see it."""
+    """Returns the bytes that torch's call saved, according to its saved-tensor hooks."""
     import torch
 
     sizes: list[int] = []

@@ -1,7 +1,7 @@
-"""How long gradcheck and gradgradcheck take beside torch's, compilation included, and how much memory.
+"""Time and memory of gradcheck and gradgradcheck, compared with torch's, compilation included.
 
-Every run is in a process of its own, so that nothing is compiled yet; JAX itself is warm. What is reported is the
-median of five runs (of one, where that takes minutes), taken in turns by the libraries.
+Every run is in a separate process, so that nothing is compiled yet; JAX itself is warm. Reported is the median of five
+runs (of one, where that takes minutes), with the libraries taking turns.
 """
 
 from __future__ import annotations
@@ -33,17 +33,17 @@ def _square(n: int) -> tuple[tuple[int, int], ...]:
 
 @dataclass(frozen=True)
 class Measurement:
-    """Something that is measured.
+    """A measurement.
 
     Attributes:
-      name: what it is called.
-      check: the name of the function that checks.
+      name: its name in the tables.
+      check: the name of the checking function.
       shapes: of the two matrices that go through tanh(x @ w).
       warm_ups: how many checks on other values come first.
-      unit: "seconds", or "bytes" for what is needed above what the process had before.
-      target: what jaxfn's number is to be below.
-      ratio: how many times jaxfn's number is to be below torch's.
-      runs: how many there are; the median counts.
+      unit: "seconds", or "bytes" for the memory in addition to what the process had before.
+      target: the upper bound of jaxfn's number.
+      ratio: by which factor jaxfn's number should be below torch's.
+      runs: the number of runs, of which the median is taken.
     """
 
     name: str
@@ -65,28 +65,28 @@ MEASUREMENTS = (
     Measurement("gradcheck, 32,768 elements", "gradcheck", _square(128), target=10),
     Measurement("gradcheck, 32,768 elements, memory", "gradcheck", _square(128), unit="bytes", target=0.5e9),
 )
-# torch holds whole Jacobians: 8 GB and half an hour.
+# torch stores whole Jacobians: 8 GB and half an hour.
 _NOT_IN_TORCH = frozenset(m.name for m in MEASUREMENTS if m.shapes == _square(128))
 _SLOW = frozenset(m.name for m in MEASUREMENTS if m.shapes not in (_TINY, _square(16)))
 
 
 @dataclass(frozen=True)
 class Result:
-    """A measurement in both libraries; `None` where it was not taken."""
+    """The results of a measurement in both libraries; `None` where it was not taken."""
 
     measurement: Measurement
     values: Mapping[str, float | None]
 
     @property
     def is_met(self) -> bool | None:
-        """Whether the target is; `None` where there is none, or nothing to compare with."""
+        """Whether the target is met; `None` if there is none, or nothing to compare with."""
         ours, theirs, wanted = self.values[_JAXFN], self.values[TORCH], self.measurement
         if ours is None or (wanted.target is None and (wanted.ratio is None or theirs is None)):
             return None
         return ours <= wanted.target if wanted.target is not None else theirs / ours >= wanted.ratio
 
     def line(self) -> str:
-        """The result in words."""
+        """Formats the result as a line of text."""
         ours, theirs = (_shown(self.values[form], self.measurement.unit) for form in (_JAXFN, TORCH))
         ratio = ""
         if None not in self.values.values():
@@ -100,12 +100,12 @@ class Result:
         return "" if self.measurement.ratio is None else f">= {self.measurement.ratio:g}x:"
 
     def as_json(self) -> dict[str, Any]:
-        """What is saved."""
+        """Returns the fields that are saved."""
         return {**asdict(self.measurement), "values": dict(self.values), "target_met": self.is_met}
 
 
 def run(has_torch: bool, quick: bool) -> Iterator[Result]:
-    """Every result, as it is measured; the slow ones not where it has to be `quick`."""
+    """Yields each result as it is measured, without the slow ones if `quick`."""
     for measurement in MEASUREMENTS:
         if quick and measurement.name in _SLOW:
             continue
@@ -116,7 +116,7 @@ def run(has_torch: bool, quick: bool) -> Iterator[Result]:
 
 
 def header() -> str:
-    """The line over the results."""
+    """Returns the header of the results."""
     return f"{'checking tanh(x @ w)':<42}{_JAXFN:>12}{TORCH:>12}{'':>9}   target"
 
 
@@ -192,5 +192,5 @@ def _shown(value: float | None, unit: str) -> str:
 
 
 if __name__ == "__main__":
-    jax.config.update("jax_enable_compilation_cache", False)  # a compilation found on disk is none
+    jax.config.update("jax_enable_compilation_cache", False)  # otherwise compilations are read from disk
     print(json.dumps(_measure(next(m for m in MEASUREMENTS if m.name == sys.argv[1]), sys.argv[2])))

@@ -1,4 +1,4 @@
-"""Where the measurements were taken."""
+"""The environment in which measurements are taken."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import jaxfn
 
 
 def environment() -> dict[str, Any]:
-    """Versions of all that matters, the machine, and how busy it is."""
+    """Returns the relevant versions, the machine, and its load."""
     return {
         "jaxfn": jaxfn.__version__,
         "jax": jax.__version__,
@@ -35,7 +35,7 @@ def environment() -> dict[str, Any]:
 
 
 def processor() -> str:
-    """What the processor is called."""
+    """Returns the processor's name."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:

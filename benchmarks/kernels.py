@@ -1,7 +1,7 @@
-"""The kernels of `examples/kernels` beside the same functions in plain JAX: memory, and on an accelerator time.
+"""The kernels of `examples/kernels` compared with plain JAX: memory, and on an accelerator time.
 
-Memory is that of a compiled value and gradient, and of what is kept from the one to the other. On a CPU Pallas
-interprets kernels: that is not timed, and the copies that the interpreter makes of whole arrays count as the kernel's.
+Memory is that of a compiled value and gradient, and of the residuals between both. On a CPU Pallas interprets kernels:
+they are not timed, and the interpreter's copies of whole arrays count as the kernel's memory.
 """
 
 from __future__ import annotations
@@ -24,20 +24,20 @@ from benchmarks.steps import peak_memory
 
 KERNEL, PLAIN = "kernel", "plain JAX"
 _FOLDER = Path(__file__).parents[1] / "examples" / "kernels"
-_KEPT, _PEAK, _TIME = "kept for backward", "memory of a gradient", "a gradient"
+_SAVED, _PEAK, _TIME = "saved for backward", "memory of a gradient", "a gradient"
 
 
 @dataclass(frozen=True)
 class Workload:
-    """A kernel and what it is called with.
+    """A kernel and its arguments.
 
     Attributes:
-      name: what is printed.
+      name: its name in the tables.
       module: the example's file.
-      function: in it; the function that it stands for is `plain`.
+      function: its name in the module; the plain implementation is `plain`.
       shapes: of the floating arguments.
-      num_labels: of whole numbers after them, below the size of the second argument.
-      options: keywords.
+      num_labels: the number of integer labels after them, below the size of the second argument.
+      options: keyword arguments.
     """
 
     name: str
@@ -48,13 +48,13 @@ class Workload:
     options: Mapping[str, Any] | None = None
 
     def forms(self) -> dict[str, Callable[..., jax.Array]]:
-        """The kernel, and the same in plain JAX."""
+        """Returns the kernel and its plain implementation."""
         module = example(self.module)
         functions = {KERNEL: getattr(module, self.function), PLAIN: module.plain}
         return {form: partial(function, **self.options or {}) for form, function in functions.items()}
 
     def args(self, dtype: Any) -> list[jax.Array]:
-        """Random arguments."""
+        """Returns random arguments."""
         keys = jax.random.split(jax.random.key(0), len(self.shapes))
         floats = [jax.random.normal(key, shape, dtype) for key, shape in zip(keys, self.shapes, strict=True)]
         if not self.num_labels:
@@ -86,11 +86,11 @@ class Result:
 
     @property
     def medians(self) -> dict[str, float]:
-        """Of each form."""
+        """The median of each form."""
         return {form: statistics.median(values) for form, values in self.samples.items()}
 
     def line(self) -> str:
-        """As a line of the table."""
+        """Formats the result as a line of the table."""
         is_time = self.measurement == _TIME
         cells = [f"{v * 1e3:,.3f} ms" if is_time else f"{v / 2**20:,.1f} MiB" for v in self.medians.values()]
         ratio = self.medians[KERNEL] / self.medians[PLAIN]
@@ -98,7 +98,7 @@ class Result:
         return what.ljust(72) + "".join(cell.rjust(16) for cell in cells) + f"   {ratio:.3f}x"
 
     def as_json(self) -> dict[str, Any]:
-        """What is saved."""
+        """Returns the fields that are saved."""
         return {
             "kernel": self.workload,
             "dtype": self.dtype,
@@ -110,21 +110,21 @@ class Result:
 
 
 def header() -> str:
-    """The lines over the table."""
+    """Returns the header of the table."""
     how = "interpreted, so not timed" if jax.default_backend() == "cpu" else f"on {jax.devices()[0].device_kind}"
     return f"kernels of examples/kernels, {how}\n" + " " * 72 + KERNEL.rjust(16) + PLAIN.rjust(16)
 
 
 def run(rounds: int) -> Iterator[Result]:
-    """Every measurement, as it is taken."""
-    beside_plain = example("beside_plain")
+    """Yields each measurement as it is taken."""
+    comparison = example("comparison")
     for workload in WORKLOADS:
         forms = workload.forms()
         for dtype in ("float32", "bfloat16"):
             args = workload.args(dtype)
-            kept = {form: [float(beside_plain.bytes_kept(f, args))] for form, f in forms.items()}
-            yield Result(workload.name, dtype, _KEPT, kept)
-            compiled = {form: jax.jit(beside_plain.step(f)).lower(*args).compile() for form, f in forms.items()}
+            saved = {form: [float(comparison.residual_bytes(f, args))] for form, f in forms.items()}
+            yield Result(workload.name, dtype, _SAVED, saved)
+            compiled = {form: jax.jit(comparison.step(f)).lower(*args).compile() for form, f in forms.items()}
             peaks = {form: peak_memory(executable) for form, executable in compiled.items()}
             if None not in peaks.values():
                 yield Result(workload.name, dtype, _PEAK, {form: [float(peak or 0)] for form, peak in peaks.items()})
@@ -135,7 +135,7 @@ def run(rounds: int) -> Iterator[Result]:
 
 
 def example(name: str) -> ModuleType:
-    """An example as a module; the kernels import each other's helpers from their folder."""
+    """Imports an example; the kernels import helpers from their folder."""
     if str(_FOLDER) not in sys.path:
         sys.path.append(str(_FOLDER))
     return importlib.import_module(name)
@@ -146,7 +146,7 @@ def _wait(executable: Callable[..., Any], args: list[jax.Array]) -> Any:
 
 
 def _check_same(compiled: Mapping[str, Callable[..., Any]], args: list[jax.Array]) -> None:
-    """Fails where they compute something else, loosely: a time would mean nothing."""
+    """Fails if the results differ, with a loose tolerance: then a comparison of times would be meaningless."""
     for ours, theirs in zip(compiled[KERNEL](*args), compiled[PLAIN](*args), strict=True):
         ours, theirs = ours.astype(jnp.float32), theirs.astype(jnp.float32)
         assert jnp.max(jnp.abs(ours - theirs)) <= 0.05 * jnp.max(jnp.abs(theirs))

@@ -1,4 +1,4 @@
-"""Timing several implementations so that noise falls on all of them alike."""
+"""Timing of several implementations, so that noise affects all of them equally."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Samples = dict[str, list[float]]
 
 @contextmanager
 def no_collection() -> Iterator[None]:
-    """Keeps the garbage collector out of a timing, as `timeit` does."""
+    """Disables the garbage collector during a timing, as `timeit` does."""
     gc.collect()
     gc.disable()
     try:
@@ -27,36 +27,40 @@ def no_collection() -> Iterator[None]:
 
 
 def settle() -> None:
-    """Takes everything made so far out of the collector's sight, so that `no_collection` is quick."""
+    """Excludes all existing objects from garbage collection, so that `no_collection` is quick."""
     gc.collect()
     gc.freeze()
 
 
-def seconds(call: Callable[[], object], number: int = 1) -> float:
-    """Seconds of one call, over `number` of them."""
-    begin = time.perf_counter()
+def seconds(call: Callable[[], object], number: int = 1, clock: Callable[[], float] = time.perf_counter) -> float:
+    """Returns the seconds of one call, averaged over `number` calls."""
+    begin = clock()
     for _ in range(number):
         call()
-    return (time.perf_counter() - begin) / number
+    return (clock() - begin) / number
 
 
 def shuffled(names: Iterable[_K], round: int) -> list[_K]:
-    """The names in an order of this round's own, so that none always follows the same other one.
+    """Returns the names in a new random order, so that none always follows one other name.
 
-    What follows another library's code finds the processor's caches cold and that library's threads still waiting.
+    After another library's code, the processor's caches are cold and that library's threads are still waiting.
     """
     return random.Random(round).sample(names := list(names), len(names))
 
 
 def interleaved(
-    calls: Mapping[_K, Callable[[], object]], rounds: int, sample_seconds: float = 0.004
+    calls: Mapping[_K, Callable[[], object]],
+    rounds: int,
+    sample_seconds: float = 0.004,
+    clock: Callable[[], float] = time.perf_counter,
 ) -> dict[_K, list[float]]:
-    """Seconds of each call in each round, every round going through all of the calls.
+    """Returns the seconds of each call in each round; every round runs all of the calls.
 
     Args:
       calls: by name; each waits for its own result.
       rounds: how many samples of each.
       sample_seconds: how long one sample should take: short calls are repeated within it.
+      clock: what measures; `time.process_time` counts the time of the processor, of all threads.
     """
     numbers: dict[_K, int] = {}
     for name, call in calls.items():
@@ -66,11 +70,11 @@ def interleaved(
     for i in range(rounds):
         with no_collection():
             for name in shuffled(calls, i):
-                calls[name]()  # once untimed, for the same reason
-                samples[name].append(seconds(calls[name], numbers[name]))
+                calls[name]()  # once untimed, since another library ran before
+                samples[name].append(seconds(calls[name], numbers[name], clock))
     return samples
 
 
 def quartiles(values: Sequence[float]) -> list[float]:
-    """The first quartile, the median and the third quartile; of one value, three times itself."""
+    """Returns the first quartile, the median and the third quartile; for one value, that value three times."""
     return statistics.quantiles(values, n=4, method="inclusive") if len(values) > 1 else [*values] * 3

@@ -39,7 +39,7 @@ def linear_mlp(f: Callable[..., Any]) -> Forward:
 
 
 def chain(f: Callable[..., Any]) -> Forward:
-    """Bare calls, one on the other's result; what is trained is the first one's argument."""
+    """Chains calls of the Function; the argument of the first one is trained."""
 
     def forward(x: Any, _: Any) -> jax.Array:
         for _ in range(CALLS):
@@ -50,7 +50,7 @@ def chain(f: Callable[..., Any]) -> Forward:
 
 
 def one_layer(f: Callable[..., Any]) -> Forward:
-    """One layer and the Function: little enough for a whole Hessian."""
+    """One layer and the Function, small enough for a whole Hessian."""
 
     def forward(weight: Any, x: Any) -> jax.Array:
         return f(x @ weight)
@@ -59,13 +59,13 @@ def one_layer(f: Callable[..., Any]) -> Forward:
 
 
 def one_layer_args() -> tuple[Any, Any]:
-    """The weight, of 256 numbers, and a batch."""
+    """Returns the weight, of 256 numbers, and a batch."""
     generator = np.random.default_rng(0)
     return _normal(generator, 16, 16) / 4, _normal(generator, _BATCH, 16)
 
 
 def mlp_args() -> tuple[Any, Any]:
-    """Layers whose activations neither vanish nor blow up over the depth, and a batch."""
+    """Returns layers whose activations neither vanish nor grow with the depth, and a batch."""
     generator = np.random.default_rng(0)
     layers = [
         (_normal(generator, _WIDTH, _WIDTH) * (2 / _WIDTH) ** 0.5, _normal(generator, _WIDTH) * 0.1)
@@ -75,7 +75,7 @@ def mlp_args() -> tuple[Any, Any]:
 
 
 def chain_args() -> tuple[Any, Any]:
-    """The array that goes through the chain; nothing else."""
+    """Returns the array that goes through the chain."""
     return _normal(np.random.default_rng(0), *_CHAIN_SHAPE), None
 
 
@@ -84,7 +84,7 @@ def _normal(generator: np.random.Generator, *shape: int) -> jax.Array:
 
 
 def hessian(forward: Forward) -> Callable[[Any, Any], Any]:
-    """All second derivatives of the loss by the parameters: forward over reverse, as `jax.hessian` does it."""
+    """Returns all second derivatives of the loss by the parameters: forward over reverse, as in `jax.hessian`."""
 
     def loss(parameters: Any, x: Any) -> jax.Array:
         return jnp.mean(forward(parameters, x) ** 2)
@@ -93,7 +93,7 @@ def hessian(forward: Forward) -> Callable[[Any, Any], Any]:
 
 
 def train_step(forward: Forward) -> Callable[[Any, Any], Any]:
-    """One step of gradient descent: a new function each time, so that JAX has no trace of it."""
+    """Returns a step of gradient descent, a new function each time, so that JAX has no cached trace of it."""
 
     def loss(parameters: Any, x: Any) -> jax.Array:
         return jnp.mean(forward(parameters, x) ** 2)

@@ -1,4 +1,4 @@
-"""The figures that are kept, as tables in README.md and docs/benchmarks.md: `python -m benchmarks.pages`."""
+"""The saved figures as tables and plots of README.md and docs/benchmarks.md: `python -m benchmarks.pages`."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks import saved
+from benchmarks import plots, saved
 from benchmarks.functions import HAND_WRITTEN, TORCH
 from benchmarks.table import shown
 
@@ -27,19 +27,21 @@ _FIGURES = re.compile(r"(<!-- figures: python -m benchmarks.pages -->\n\n).*?(\n
 
 
 def write() -> None:
-    """Writes the tables into the pages, between the comments there."""
+    """Writes the tables into the pages, between the comments there, and the plots."""
     for path, make in PAGES.items():
-        path.write_text(with_figures(path.read_text(), make(saved.kept())))
+        path.write_text(with_figures(path.read_text(), make(saved.load_all())))
+    for path, plot in pictures(saved.load_all()).items():
+        path.write_text(plot)
 
 
 def with_figures(page: str, figures: str) -> str:
-    """The page with these figures in the place of those that it has."""
+    """Returns the page with its figures replaced by these."""
     return _FIGURES.sub(lambda found: f"{found[1]}{figures}{found[2]}", page)
 
 
-def ratios(kept: Sequence[Mapping[str, Any]]) -> str:
-    """README's table: the median over all Functions of the ratio to the hand-written rule, on the first machine."""
-    content = next(content for content in kept if saved.FUNCTIONS in content)
+def ratios(figures: Sequence[Mapping[str, Any]]) -> str:
+    """Returns README's table: medians over all Functions of ratios to the hand-written rule, on the first machine."""
+    content = next(content for content in figures if saved.FUNCTIONS in content)
     rows: list[list[str]] = []
     for measurement in _MEASUREMENTS:
         found = [row["ratios_to_hand_written"] for row in content[saved.FUNCTIONS] if row["measurement"] == measurement]
@@ -48,17 +50,38 @@ def ratios(kept: Sequence[Mapping[str, Any]]) -> str:
     return f"On {_machine(content)}:\n\n" + _table(["", *_FORMS], rows)
 
 
-def everything(kept: Sequence[Mapping[str, Any]]) -> str:
-    """Every figure of every machine."""
+def everything(figures: Sequence[Mapping[str, Any]]) -> str:
+    """Returns tables of all figures of every machine."""
     parts: list[str] = []
-    for content in kept:
+    for content in figures:
         environment = content["environment"]
         name = environment["device"] if environment["backend"] != "cpu" else environment["processor"]
         parts.append(f"## {name}\n\nMeasured on {_machine(content)}.")
-        parts += [
-            f"### {title}\n\n{make(content[part])}" for part, (title, make) in _PARTS.items() if content.get(part)
-        ]
+        for part, (title, make) in _PARTS.items():
+            if content.get(part):
+                parts += [f"### {title}", *_shown_plot(content, part), make(content[part])]
     return "\n\n".join(parts)
+
+
+def pictures(kept: Sequence[Mapping[str, Any]]) -> dict[Path, str]:
+    """Returns the plots of every machine, by the paths of their files."""
+    return {
+        _plot_path(content, part): plot(content[part])
+        for content in kept
+        for part, (plot, _) in _PLOTS.items()
+        if content.get(part)
+    }
+
+
+def _plot_path(content: Mapping[str, Any], part: str) -> Path:
+    return _PICTURES / f"{saved.path_for(content['environment']).stem}-{part}.svg"
+
+
+def _shown_plot(content: Mapping[str, Any], part: str) -> list[str]:
+    if part not in _PLOTS:
+        return []
+    path = _plot_path(content, part).relative_to(_PICTURES.parents[1])
+    return [f"![{_PLOTS[part][1]}]({path.as_posix()})"]
 
 
 def _machine(content: Mapping[str, Any]) -> str:
@@ -100,6 +123,14 @@ def _training(results: Iterable[Mapping[str, Any]]) -> str:
     )
 
 
+def _operations(results: Iterable[Mapping[str, Any]]) -> str:
+    forms = ("from_torch", "plain JAX", TORCH)
+    return _table(
+        ["operation", *forms],
+        [[f"{r['operation']}: {r['measurement']}", *_cells(r["medians"], forms, r["unit"])] for r in results],
+    )
+
+
 def _kernels(results: Iterable[Mapping[str, Any]]) -> str:
     forms = ("kernel", "plain JAX")
     return _table(
@@ -125,7 +156,14 @@ _PARTS: Mapping[str, tuple[str, Callable[[Iterable[Mapping[str, Any]]], str]]] =
     saved.FUNCTIONS: ("A Function in four forms", _functions),
     saved.CHECKING: ("Checking derivatives", _checking),
     saved.TRAINING: ("Whole models", _training),
+    saved.OPERATIONS: ("Operations", _operations),
     saved.KERNELS: ("Kernels", _kernels),
+}
+_PICTURES = _ROOT / "docs" / "pictures" / "benchmarks"
+_PLOTS: Mapping[str, tuple[Callable[[Iterable[Mapping[str, Any]]], str], str]] = {
+    saved.FUNCTIONS: (plots.functions, "Time and memory over the hand-written rule, by measurement and Function"),
+    saved.CHECKING: (plots.checking, "Seconds of gradcheck by number of elements, in jaxfn and torch"),
+    saved.TRAINING: (plots.training, "Training steps of whole models over those in flax"),
 }
 PAGES: Mapping[Path, Callable[[Sequence[Mapping[str, Any]]], str]] = {
     _ROOT / "README.md": ratios,

@@ -1,4 +1,4 @@
-"""How many operations the matrix products and convolutions of a program are, in loops as often as they run."""
+"""The operation count of the matrix products and convolutions of a jaxpr, in loops as often as they run."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from jax.extend.core import jaxprs_in_params
 
 
 def flops_of_products(function: Callable[..., Any], *args: Any) -> int:
-    """Multiplications and additions, of the program as JAX traces it.
+    """Counts multiplications and additions in the jaxpr of a function.
 
-    XLA's own estimate counts the body of a loop once, however often it runs, so it cannot tell work that was moved out
-    of a loop from work that was added. Loops whose length is not known are counted once here too.
+    XLA's own estimate counts the body of a loop once, however often it runs, so it cannot distinguish work that was
+    moved out of a loop from additional work. Loops whose length is not known are counted once here too.
     """
     return _of(jax.make_jaxpr(function)(*args).jaxpr)
 
@@ -36,6 +36,6 @@ def _of_equation(equation: Any) -> int:
 
 
 def _products_of_convolution(equation: Any) -> int:
-    """As if there were no padding, and nothing between the elements."""
+    """Counts the products of a convolution, as if it had no padding or dilation."""
     kernel, axes = equation.invars[1].aval.shape, equation.params["dimension_numbers"].rhs_spec
     return equation.outvars[0].aval.size * math.prod(kernel[axis] for axis in axes[1:])

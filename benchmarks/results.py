@@ -1,4 +1,4 @@
-"""What was measured: samples, medians, ratios, targets."""
+"""Results of measurements: samples, medians, ratios, targets."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ class Row:
     """One measurement of one Function in every form.
 
     Attributes:
-      function: its name.
-      network: what it was called in, "call" for a single call.
-      measurement: what was measured.
+      function: the Function's name.
+      network: the network that it was called in, "call" for a single call.
+      measurement: the measured quantity.
       samples: for each form its samples, in seconds or bytes; empty where there was nothing to measure.
     """
 
@@ -60,7 +60,7 @@ class Row:
         return None if ratio is None or target is None else ratio <= target
 
     def as_json(self) -> dict[str, Any]:
-        """What is saved."""
+        """Returns the fields that are saved."""
         return {
             "function": self.function,
             "network": self.network,

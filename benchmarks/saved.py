@@ -8,20 +8,21 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-FUNCTIONS, CHECKING, TRAINING, KERNELS = PARTS = ("functions", "checking", "training", "kernels")
+PARTS = ("functions", "checking", "training", "operations", "kernels")
+FUNCTIONS, CHECKING, TRAINING, OPERATIONS, KERNELS = PARTS
 FOLDER = Path(__file__).with_name("results")
 _VARIES = "load_before"
 
 
 def path_for(environment: Mapping[str, Any]) -> Path:
-    """Where the figures of a machine are kept: a file of its name."""
+    """Returns the file for a machine's figures, which has its name."""
     is_cpu = environment["backend"] == "cpu"
     name = f"{environment['processor']}, {environment['cpus']} cores" if is_cpu else environment["device"]
     return FOLDER / f"{re.sub(r'[^a-z0-9]+', '-', name.lower()).strip('-')}.json"
 
 
 def update(path: Path, environment: Mapping[str, Any], quick: bool, parts: Mapping[str, Any]) -> None:
-    """Writes parts into a file. Other parts stay, if they were measured with the same versions on the same machine."""
+    """Writes parts into a file. Other parts stay if versions and machine are equal."""
     content = load(path) if path.exists() else {}
     same = {k: v for k, v in environment.items() if k != _VARIES}
     if content.get("quick") != quick or {k: v for k, v in content["environment"].items() if k != _VARIES} != same:
@@ -32,11 +33,11 @@ def update(path: Path, environment: Mapping[str, Any], quick: bool, parts: Mappi
 
 
 def load(path: Path) -> dict[str, Any]:
-    """What was saved."""
+    """Loads a file."""
     return json.loads(path.read_text())
 
 
-def kept() -> list[dict[str, Any]]:
-    """What is kept of every machine, those without an accelerator first."""
+def load_all() -> list[dict[str, Any]]:
+    """Loads the figures of every machine, those without an accelerator first."""
     contents = [load(path) for path in sorted(FOLDER.glob("*.json"))]
     return sorted(contents, key=lambda content: content["environment"]["backend"] != "cpu")

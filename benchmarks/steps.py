@@ -16,7 +16,7 @@ STAGES = ("trace", "lower", "compile")
 
 
 def build(new_step: Callable[[], Step], args: tuple[Any, Any], compiles: bool) -> tuple[dict[str, float], Any]:
-    """Seconds of each stage of building a new step, and the executable where it `compiles`."""
+    """Returns the seconds of each stage of building a new step, and the executable if it `compiles`."""
     jitted = jax.jit(new_step())
     results: list[Any] = []
     times = {"trace": seconds(lambda: results.append(jitted.trace(*args)))}
@@ -29,9 +29,9 @@ def build(new_step: Callable[[], Step], args: tuple[Any, Any], compiles: bool) -
 def build_all(
     new_steps: Mapping[str, Callable[[], Step]], args: tuple[Any, Any], rounds: int, compiles: int
 ) -> tuple[dict[str, Samples], Executables]:
-    """The stages' seconds over `rounds`, the first few of which compile too, and all that was compiled.
+    """Returns the stages' seconds over `rounds`, the first few of which compile too, and all executables.
 
-    Every step is a new function, so JAX traces it; what a Function and `jax.numpy` keep between traces they may keep.
+    Every step is a new function, so JAX traces it; the caches of a Function and of `jax.numpy` stay.
     """
     stages: dict[str, Samples] = {stage: {name: [] for name in new_steps} for stage in STAGES}
     executables: Executables = {name: [] for name in new_steps}
@@ -49,9 +49,9 @@ def build_all(
 
 
 def run_all(executables: Executables, args: tuple[Any, Any], rounds: int) -> Samples:
-    """Seconds of a compiled step, over every executable of each implementation.
+    """Returns the seconds of a compiled step, over all executables of each implementation.
 
-    Two executables of one program may differ in speed, by where their buffers lie; so none stands for its form alone.
+    Two executables of one program may differ in speed, by the location of their buffers, so several are measured.
     """
     count = min(map(len, executables.values()))
     calls = {(i, name): _waiting(compiled[i], args) for i in range(count) for name, compiled in executables.items()}
@@ -66,9 +66,9 @@ def _waiting(executable: Any, args: tuple[Any, Any]) -> Callable[[], Any]:
 
 
 def peak_memory(executable: Any) -> int | None:
-    """Bytes of arguments, outputs and temporaries together; `None` where the backend does not tell.
+    """Returns the bytes of arguments, outputs and temporaries together; `None` if the backend does not report them.
 
-    XLA's own `peak_memory_in_bytes` leaves the temporaries out on CPU (jaxlib 0.10.2).
+    XLA's own `peak_memory_in_bytes` excludes the temporaries on CPU (jaxlib 0.10.2).
     """
     try:
         stats = executable.memory_analysis()

@@ -1,4 +1,4 @@
-"""Which Functions are measured, how, and in what order."""
+"""The suite: the measured Functions, the measurements, and their order."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _ROWS, _COLUMNS = 32, 32
 
 @dataclass(frozen=True)
 class Effort:
-    """How many samples are taken of what."""
+    """The numbers of samples."""
 
     calls: int
     builds: int
@@ -34,9 +34,9 @@ class Workload:
     """A Function and the networks that it is measured in.
 
     Attributes:
-      name: what the modules of `functions` call it.
+      name: its name in the modules of `functions`.
       shapes: of the arguments of a single call.
-      networks: by name, how a Function becomes a network, and what makes the network's arguments.
+      networks: by name, functions that build the network and its arguments.
     """
 
     name: str
@@ -44,7 +44,7 @@ class Workload:
     networks: dict[str, tuple[Callable[..., networks.Forward], Callable[[], tuple[Any, Any]]]]
 
     def args(self) -> list[calls.Array]:
-        """Random arguments of a single call."""
+        """Returns random arguments of a single call."""
         generator = np.random.default_rng(0)
         return [generator.standard_normal(shape).astype(np.float32) for shape in self.shapes]
 
@@ -64,7 +64,7 @@ WORKLOADS = (
 
 
 def run(modules: Mapping[str, ModuleType], effort: Effort) -> Iterator[Row]:
-    """Every row, as it is measured."""
+    """Yields each row as it is measured."""
     for workload in WORKLOADS:
         forms = {form: getattr(module, workload.name) for form, module in modules.items()}
         yield from _single_call(workload, forms, effort)
@@ -74,7 +74,7 @@ def run(modules: Mapping[str, ModuleType], effort: Effort) -> Iterator[Row]:
 
 
 def traces(modules: Mapping[str, ModuleType], effort: Effort) -> Iterator[Row]:
-    """What building a step takes, in JAX's forms, wherever it is to run."""
+    """Measures the building of a step, in the forms on JAX, on any backend."""
     for workload in WORKLOADS:
         forms = _in_jax({form: getattr(module, workload.name) for form, module in modules.items()})
         for name in workload.networks:
@@ -124,7 +124,7 @@ def _network(workload: Workload, name: str, forms: Forms, effort: Effort) -> Ite
 
 
 def _hessian(forms: Forms, effort: Effort) -> Row:
-    """Second derivatives of a Function with `generate_jvp_rule`, beside plain JAX."""
+    """Measures second derivatives of a Function with `generate_jvp_rule`, and of plain JAX."""
     args = networks.one_layer_args()
     new_hessians = {form: lambda f=f: networks.hessian(networks.one_layer(f)) for form, f in forms.items()}
     check_same({form: lambda new=new: new()(*args) for form, new in new_hessians.items()})
@@ -133,9 +133,10 @@ def _hessian(forms: Forms, effort: Effort) -> Row:
 
 
 def check_same(computations: Mapping[str, Callable[[], Any]]) -> None:
-    """Fails where a form computes something else than the hand-written one: its time would mean nothing.
+    """Fails if a form's results differ from the hand-written one's: then a comparison of times would be meaningless.
 
-    Loosely, since matrix products on an accelerator may be of low precision, and a wrong rule is off by more.
+    The tolerance is loose, since matrix products on an accelerator may have low precision, and a wrong rule differs
+    more.
     """
     expected = _leaves(computations[HAND_WRITTEN]())
     for form, compute in computations.items():
@@ -144,7 +145,7 @@ def check_same(computations: Mapping[str, Callable[[], Any]]) -> None:
 
 
 def _leaves(value: Any) -> list[calls.Array]:
-    """The arrays in nested tuples and lists, torch's tensors among them."""
+    """Returns the arrays in nested tuples and lists, including torch's tensors."""
     if isinstance(value, tuple | list):
         return [leaf for item in value for leaf in _leaves(item)]
     return [np.asarray(value)]

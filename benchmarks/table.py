@@ -11,12 +11,12 @@ _LABEL, _CELL = 22, 18
 
 
 def header(forms: Sequence[str]) -> str:
-    """The line over the table."""
+    """Returns the header of the table."""
     return " " * _LABEL + "".join(form.rjust(_CELL) for form in forms) + "   jaxfn's target"
 
 
 def lines(forms: Sequence[str]) -> Callable[[Row], str]:
-    """What to print for each row in turn: its line, and the title over it where another one begins."""
+    """Yields the text of each row: its line, after a title if a new group begins."""
     last = ""
 
     def text(row: Row) -> str:
@@ -28,18 +28,18 @@ def lines(forms: Sequence[str]) -> Callable[[Row], str]:
 
 
 def title(row: Row) -> str:
-    """The line over the measurements of one Function in one network."""
+    """Returns the title of the measurements of one Function in one network."""
     return f"{row.function}, {row.network}"
 
 
 def line(row: Row, forms: Sequence[str]) -> str:
-    """One measurement, in every form, with its ratio to the hand-written form."""
+    """Formats one measurement in every form, with its ratio to the hand-written form."""
     cells = "".join(_cell(row, form).rjust(_CELL) for form in forms)
     return f"  {row.measurement.ljust(_LABEL - 2)}{cells}   {_verdict(row)}".rstrip()
 
 
 def summary(rows: Iterable[Row]) -> list[str]:
-    """How often each target was met, and where it was furthest off."""
+    """Summarizes how often each target was met, and the largest deviations."""
     rows = list(rows)
     lines: list[str] = []
     for measurement in (*TARGETS, SAME_AS_HAND_WRITTEN):
@@ -70,7 +70,7 @@ def _cell(row: Row, form: str) -> str:
 
 
 def shown(value: float, unit: str) -> str:
-    """Seconds, bytes, or a number of something."""
+    """Formats seconds, bytes, or a number."""
     if unit == "seconds":
         size, unit = next(((size, u) for u, size in (("s", 1.0), ("ms", 1e-3)) if value >= size), (1e-6, "us"))
         return f"{value / size:.1f} {unit}"

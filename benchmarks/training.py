@@ -1,12 +1,11 @@
-"""Whole torch models: the compiled training step of the adopted module beside that of the same network in flax NNX.
+"""Whole torch models: the compiled training step of the converted module, and of an equal network in flax NNX.
 
-And torch's own, eagerly and by `torch.compile`. Compilation is measured beside what comes before it: tracing by torch,
-translation, and tracing by JAX. Operations and bytes are XLA's estimates, which count the body of a loop once: for the
-LSTM they say little, as torch multiplies all inputs by their weights before the loop, and flax in it. So the operations
-of matrix products and convolutions are counted too, in a loop as often as it runs.
+Also torch's own step, eagerly and by `torch.compile`. Compilation is measured separately from the stages before it:
+tracing by torch, translation, and tracing by JAX. Operations and bytes are XLA's estimates, which count the body of a
+loop once: for the LSTM they say little, as torch multiplies all inputs by their weights before the loop, and flax
+inside it. So the operations of matrix products and convolutions are counted too, in a loop as often as it runs.
 
-A peak has copies of kernels in it where XLA wants their axes in another order than a network keeps them in: on a CPU in
-flax's, and not in torch's.
+A peak includes copies of kernels if XLA requires another order of axes than the network's: on a CPU it requires flax's.
 """
 
 from __future__ import annotations
@@ -38,10 +37,10 @@ class Model:
     """A network, and a batch.
 
     Attributes:
-      name: of its class in both modules of `models`.
-      sizes: of the network.
+      name: the name of its class in both modules of `models`.
+      sizes: the sizes of the network.
       inputs: the shape of a batch.
-      tokens: how many there are, where the batch consists of some.
+      tokens: the number of distinct tokens, if the batch consists of tokens.
     """
 
     name: str
@@ -50,7 +49,7 @@ class Model:
     tokens: int | None = None
 
     def batch(self) -> tuple[np.ndarray, np.ndarray]:
-        """Inputs, as torch has them, and labels."""
+        """Returns inputs, as in torch, and labels."""
         generator = np.random.default_rng(0)
         if self.tokens is None:
             images = generator.standard_normal(self.inputs).astype(np.float32)
@@ -69,7 +68,7 @@ MODELS = (
 
 @dataclass(frozen=True)
 class Result:
-    """One measurement of one model in every form; `None` where a form has none."""
+    """A measurement of a model in every form; `None` where a form has none."""
 
     model: str
     measurement: str
@@ -77,19 +76,19 @@ class Result:
 
     @property
     def ratio(self) -> float | None:
-        """The adopted module's number over the native network's."""
+        """The converted module's number divided by the native network's."""
         ours, native = self.values[ADOPTED], self.values.get(NATIVE)
         return ours / native if ours is not None and native else None
 
     @property
     def is_met(self) -> bool | None:
-        """Whether the target is; `None` where there is nothing to compare with."""
+        """Whether the target is met; `None` if there is nothing to compare with."""
         if self.measurement in _STAGES or self.ratio is None:
             return None
         return self.ratio <= TARGET
 
     def line(self) -> str:
-        """The result in words."""
+        """Formats the result as a line of text."""
         cells = "".join(self._shown(self.values.get(form)).rjust(14) for form in FORMS)
         ratio = "" if self.ratio is None else f"{self.ratio:6.2f}x"
         verdict = {None: "", True: f"<= {TARGET:.2f}: met", False: f"<= {TARGET:.2f}: NOT MET"}[self.is_met]
@@ -101,7 +100,7 @@ class Result:
         return f"{value / 1e6:,.1f} M" if self.measurement in _COUNTED else f"{value * 1e3:,.1f} ms"
 
     def as_json(self) -> dict[str, Any]:
-        """What is saved."""
+        """Returns the fields that are saved."""
         return {
             "model": self.model,
             "measurement": self.measurement,
@@ -117,16 +116,18 @@ _STAGES = ("before compiling", "compiling")
 
 
 def header() -> str:
-    """The line over the results."""
+    """Returns the header of the results."""
     return f"{'training steps of whole models':<30}" + "".join(form.rjust(14) for form in FORMS)
 
 
 def run(rounds: int) -> Iterator[Result]:
-    """Every result, as it is measured; says what is skipped."""
+    """Yields each result as it is measured, and prints what is skipped."""
     in_torch, in_flax = _module("in_torch", "torch"), _module("in_flax", "flax")
     if in_torch is None:
         return
-    jaxfn.from_torch(_torch_model(MODELS[-1], in_torch))(MODELS[-1].batch()[0])  # torch loads much at its first trace
+    jaxfn.from_torch(_torch_model(MODELS[-1], in_torch))(
+        MODELS[-1].batch()[0]
+    )  # torch imports many modules at its first trace
     for model in MODELS:
         yield from _measure(model, in_torch, in_flax, rounds)
 
@@ -183,7 +184,7 @@ def _torch_model(model: Model, in_torch: ModuleType) -> Any:
 
 
 def _loss(scores: jax.Array, labels: jax.Array) -> jax.Array:
-    """The mean cross entropy."""
+    """Returns the mean cross entropy."""
     chosen = jnp.take_along_axis(jax.nn.log_softmax(scores), labels[..., None], -1)
     return -chosen.mean()
 
@@ -228,10 +229,10 @@ def _native(model: Model, in_flax: ModuleType, module: Any) -> tuple[Callable[..
 
 
 def _in_torch(model: Model, module: Any, called: Any) -> Callable[[], float]:
-    """Torch's step; the parameters are not moved, so that every call is the same.
+    """Returns torch's step, which does not update the parameters, so that all calls are equal.
 
     Args:
-      called: the module, or what `torch.compile` made of it.
+      called: the module, or the result of `torch.compile`.
     """
     import torch
 
@@ -251,13 +252,13 @@ def _in_torch(model: Model, module: Any, called: Any) -> Callable[[], float]:
 
 
 def _compiled(model: Model, module: Any) -> Callable[[], float] | None:
-    """The same with forward and backward compiled by torch, in a first call; `None` where that fails, and why."""
+    """Returns torch's step compiled by a first call; or `None` and the reason if that fails."""
     import torch
 
     step = _in_torch(model, module, torch.compile(module))
     try:
         step()
-    except Exception as error:  # of torch, of its compiler, of the C++ compiler that it looks for
+    except Exception as error:  # raised by torch, its compiler, or the C++ compiler
         print(f"{model.name}: torch.compile does not work here: {str(error).strip().splitlines()[0]}")
         return None
     return step

@@ -1,6 +1,6 @@
-"""`python -m benchmarks.translated`: torch Functions through `from_torch` beside the same written with jaxfn.
+"""`python -m benchmarks.translated`: torch Functions converted by `from_torch`, compared with jaxfn Functions.
 
-Compiled training steps, and what the first call costs: torch traces, jaxfn translates. Needs torch.
+Measures compiled training steps, and the first call, in which torch traces and jaxfn translates. Needs torch.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from benchmarks.suite import check_same
 _ROUNDS = 40
 _TARGET = 1.05
 
-# Functions, and what each becomes a network by.
+# Functions, and the network that is built with each.
 _FUNCTIONS: dict[str, tuple[str, Callable[..., networks.Forward], Callable[[], tuple[Any, Any]]]] = {
     "relu": ("Relu", networks.activation_mlp, networks.mlp_args),
     "swish": ("Swish", networks.activation_mlp, networks.mlp_args),
@@ -57,14 +57,14 @@ def main() -> None:
 
 
 def _warm_torch_up() -> None:
-    """Torch loads much of itself at the first trace, once per process: that is measured by itself."""
+    """Warms torch up: it imports many modules at the first trace of a process, which is measured separately."""
     begin = time.perf_counter()
     jax.grad(lambda x: jaxfn.from_torch(in_torch.Relu).apply(x).sum())(jnp.ones(3))
     print(f"first trace of all, torch's own loading included: {time.perf_counter() - begin:.1f} s")
 
 
 def _first_call(f: Callable[..., Any], network: Callable[..., networks.Forward], args: tuple[Any, Any]) -> float:
-    """Seconds that tracing a step takes the first time, over those that it takes again."""
+    """Returns the seconds of a step's first trace, minus those of a later one."""
     seconds: list[float] = []
     for _ in range(2):
         begin = time.perf_counter()

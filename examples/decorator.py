@@ -1,9 +1,9 @@
-"""Functions without a class: `@jaxfn.function`, and what JAX then does with them.
+"""Functions without a class: `@jaxfn.function`, under `jax.grad`, `jax.vmap` and `jax.jit`.
 
     python examples/decorator.py
 
-Two functions with a backward of their own go into a logistic regression. The loss is written for one example; JAX
-differentiates it, maps it over the examples and compiles the whole.
+A logistic regression uses two functions with a custom backward. The loss is written for one example; JAX differentiates
+it, maps it over the examples and compiles the result.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import jaxfn
 
 @jaxfn.function
 def clip_gradient(ctx, x: jax.Array, limit: float) -> jax.Array:
-    """Returns x unchanged; its gradient is made no longer than `limit`."""
+    """Returns x unchanged; its gradient is clipped to the length `limit`."""
     ctx.limit = limit
     return x
 
@@ -31,7 +31,7 @@ def _(ctx, grad_output: jax.Array) -> tuple[jax.Array, None]:
 
 @jaxfn.function
 def softplus(x: jax.Array) -> jax.Array:
-    """log(1 + exp(x)), as torch computes it."""
+    """Computes log(1 + exp(x)) as torch does."""
     return jnp.where(x > 20, x, jnp.log1p(jnp.exp(x)))
 
 
@@ -49,16 +49,16 @@ def _(ctx, grad_output: jax.Array) -> jax.Array:
 
 
 def plain_softplus(x: jax.Array) -> jax.Array:
-    """The same for JAX's autodiff, which differentiates exp(x) where it overflows, too."""
+    """Computes `softplus` in plain JAX, whose derivative is nan where exp(x) overflows."""
     return jnp.where(x > 20, x, jnp.log1p(jnp.exp(x)))
 
 
 def loss(weight: jax.Array, x: jax.Array, label: jax.Array) -> jax.Array:
-    """The logistic loss of one example, whose label is 1 or -1."""
+    """Returns the logistic loss of one example, whose label is 1 or -1."""
     return softplus(-label * (clip_gradient(weight, 1.0) @ x))
 
 
-# One gradient for each example, each clipped by itself, as differentially private training needs them.
+# One gradient for each example, each clipped separately, as differentially private training needs them.
 per_example_gradients = jax.jit(jax.vmap(jax.grad(loss), in_axes=(None, 0, 0)))
 
 

@@ -1,9 +1,9 @@
-"""Handwritten digits with 4-bit weights: a quantization-aware classifier made of jaxfn Functions.
+"""Handwritten digits with 4-bit weights: a quantization-aware classifier of jaxfn Functions.
 
     python examples/digits.py [--epochs N] [--seed S]
 
-Each operation of the network below is a Function with a backward of its own. Training is ordinary JAX around them:
-`jax.grad`, `lax.scan` over the minibatches, `jax.jit` with donated buffers, and optax.
+Each operation of the network is a Function with a custom backward. The training loop is ordinary JAX: `jax.grad`,
+`lax.scan` over the minibatches, `jax.jit` with donated buffers, and optax.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Linear(jaxfn.Function):
     def backward(ctx, grad_output: jax.Array) -> tuple[jax.Array | None, ...]:
         input, weight, bias = ctx.saved_tensors
         grad_input = grad_weight = grad_bias = None
-        # Nobody asks for the gradient of the images, so for the first layer this product is not even traced.
+        # The images are not differentiated, so this product is not traced for the first layer.
         if ctx.needs_input_grad[0]:
             grad_input = grad_output @ weight
         if ctx.needs_input_grad[1]:
@@ -53,8 +53,8 @@ class Linear(jaxfn.Function):
 
 
 def to_4_bits(weight: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """The weight as integers of 4 bits, -8 to 7, and the one scale that they are multiples of."""
-    # The largest weight becomes 7 or -7, so none is clipped and each may pass its gradient on.
+    """Returns the weight as integers of 4 bits, -8 to 7, and their scale."""
+    # The largest weight becomes 7 or -7, so no weight is clipped and each passes its gradient on.
     scale = jnp.max(jnp.abs(weight)) / 7
     return jnp.round(weight / scale).astype(jnp.int4), scale
 
@@ -73,7 +73,7 @@ class Quantize(jaxfn.Function):
 
 
 class ReLU(jaxfn.Function):
-    """Keeps one boolean per element for backward, where autodiff of `jnp.maximum` keeps floats."""
+    """ReLU that saves one boolean per element, where autodiff of `jnp.maximum` saves floats."""
 
     @staticmethod
     def forward(ctx, x: jax.Array) -> jax.Array:
@@ -103,7 +103,7 @@ class CrossEntropy(jaxfn.Function):
 
 
 class Operations(NamedTuple):
-    """What the model is made of. Replace one to try a variant: `FUNCTIONS._replace(linear=MyLinear.apply)`."""
+    """The operations of the model. Replace one to try a variant: `FUNCTIONS._replace(linear=MyLinear.apply)`."""
 
     linear: Callable[..., jax.Array]
     quantize: Callable[[jax.Array], jax.Array]
@@ -128,7 +128,7 @@ def plain_cross_entropy(logits: jax.Array, labels: jax.Array) -> jax.Array:
     return optax.softmax_cross_entropy_with_integer_labels(logits, labels).mean()
 
 
-# The same operations without jaxfn, for JAX's autodiff: only to compare gradients with.
+# The operations in plain JAX, for comparing gradients with autodiff.
 PLAIN = Operations(plain_linear, plain_quantize, jax.nn.relu, plain_cross_entropy)
 
 
@@ -148,7 +148,7 @@ class Data(NamedTuple):
 
 
 def load_data(seed: int) -> Data:
-    """The 1,797 images of 8 x 8 pixels that scikit-learn brings along, a fifth of them for testing."""
+    """Loads the 1,797 images of 8 x 8 pixels of scikit-learn, a fifth of them for testing."""
     images, labels = load_digits(return_X_y=True)
     split = train_test_split(images / 16, labels, test_size=0.2, random_state=seed, stratify=labels)
     train_images, test_images = (jnp.asarray(x, jnp.float32) for x in split[:2])
@@ -172,13 +172,13 @@ def loss_of(ops: Operations, params: Params, images: jax.Array, labels: jax.Arra
 
 
 class Trainer:
-    """Trains for one epoch at a time, each a single call of one compiled function."""
+    """A training loop that runs each epoch by a single call of one compiled function."""
 
     def __init__(self, ops: Operations, optimizer: optax.GradientTransformation) -> None:
         self.ops = ops
         self.optimizer = optimizer
         self.compilations = 0
-        # Donated: the new params and optimizer state are written where the old ones were.
+        # Donated: the new params and optimizer state reuse the memory of the old ones.
         self.epoch = jax.jit(self._epoch, donate_argnums=(0, 1))
 
     def _epoch(
@@ -197,13 +197,13 @@ class Trainer:
 
 
 def shuffled_batches(generator: np.random.Generator, num_images: int) -> np.ndarray:
-    """The images' indices in random order, a row for each minibatch; what does not fill a batch is left out."""
+    """Returns the images' indices in random order, a row for each minibatch, without an incomplete last one."""
     num_batches = num_images // BATCH
     return generator.permutation(num_images)[: num_batches * BATCH].reshape(num_batches, BATCH)
 
 
 def compare_gradients(ops: Operations, params: Params, images: jax.Array, labels: jax.Array) -> tuple[float, float]:
-    """The largest difference to the gradients of the plain model over all parameters, and the largest gradient."""
+    """Returns the largest difference from the plain model's gradients, and the largest gradient."""
     ours = jax.grad(partial(loss_of, ops))(params, images, labels)
     autodiff = jax.grad(partial(loss_of, PLAIN))(params, images, labels)
     difference = max(float(jnp.max(jnp.abs(a - b))) for a, b in zip(ours, autodiff, strict=True))
@@ -216,7 +216,7 @@ class Results:
     compilations: int
     gradient_difference: float
     largest_gradient: float
-    weight_levels: tuple[int, ...]  # how many different values each weight matrix has after rounding
+    weight_levels: tuple[int, ...]  # the number of distinct values in each rounded weight matrix
     seconds: float  # training, compilation included
 
 

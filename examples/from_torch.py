@@ -1,10 +1,10 @@
-"""Somebody else's torch Function in a jitted JAX training loop: entmax's sparsemax loss on handwritten digits.
+"""A torch Function from a package in a jitted JAX training loop: entmax's sparsemax loss on handwritten digits.
 
     pip install torch entmax
     python examples/from_torch.py [--steps N]
 
 The entmax package defines the loss as a `torch.autograd.Function`, forward and backward. `jaxfn.from_torch` takes that
-class unchanged. The same classifier is trained twice, by torch and by JAX, from the same numbers on the same batches.
+class unchanged. The classifier is trained twice, by torch and by JAX, from equal parameters on equal batches.
 """
 
 from __future__ import annotations
@@ -37,14 +37,14 @@ Batch = tuple[np.ndarray, np.ndarray]
 
 @dataclass
 class Results:
-    """What the two runs gave.
+    """The results of both training loops.
 
     Attributes:
       torch_losses, jax_losses: one per step.
       torch_seconds, jax_seconds: the median step.
       first_seconds: tracing by torch, translation and compilation, once.
       accuracy: of JAX's classifier on the digits it was trained on.
-      compilations: of the JAX step.
+      compilations: the number for the JAX step.
     """
 
     torch_losses: np.ndarray
@@ -57,26 +57,26 @@ class Results:
 
     @property
     def largest_difference(self) -> float:
-        """Between the two loss curves."""
+        """The largest difference between the two loss curves."""
         return float(np.max(np.abs(self.torch_losses - self.jax_losses)))
 
 
 def init_params(seed: int) -> Params:
-    """A hidden layer and an output layer."""
+    """Returns the weights of a hidden layer and an output layer."""
     generator = np.random.default_rng(seed)
     sizes = {"hidden": (64, HIDDEN), "output": (HIDDEN, 10)}
     return {name: (generator.standard_normal(s) / np.sqrt(s[0])).astype(np.float32) for name, s in sizes.items()}
 
 
 def make_batches(images: np.ndarray, labels: np.ndarray, steps: int) -> list[Batch]:
-    """Random minibatches, the same for both."""
+    """Returns random minibatches, for both libraries."""
     generator = np.random.default_rng(1)
     chosen = [generator.choice(len(images), BATCH, replace=False) for _ in range(steps)]
     return [(images[i], labels[i]) for i in chosen]
 
 
 def train_torch(params: Params, batches: Sequence[Batch]) -> tuple[list[float], list[float]]:
-    """Losses and seconds of each step."""
+    """Trains with torch, and returns the loss and the seconds of each step."""
     tensors = {name: torch.tensor(x, requires_grad=True) for name, x in params.items()}
     losses: list[float] = []
     seconds: list[float] = []
@@ -94,17 +94,17 @@ def train_torch(params: Params, batches: Sequence[Batch]) -> tuple[list[float], 
 
 
 def logits(params: Params, x: jax.Array) -> jax.Array:
-    """The classifier."""
+    """Computes the classifier's logits."""
     return jnp.tanh(x @ params["hidden"]) @ params["output"]
 
 
 def loss(params: Params, x: jax.Array, y: jax.Array) -> jax.Array:
-    """entmax's loss, with entmax's own backward."""
+    """Computes entmax's loss, which has entmax's own backward."""
     return SparsemaxLoss.apply(logits(params, x), y, None).mean()
 
 
 def train_jax(params: Params, batches: Sequence[Batch]) -> tuple[list[float], list[float], Params, int]:
-    """Losses and seconds of each step, what was learned, and how often the step was compiled."""
+    """Trains with JAX, and returns losses and seconds, the parameters, and the number of compilations."""
     compilations = 0
 
     @jax.jit
@@ -132,7 +132,7 @@ def main(argv: Sequence[str] | None = None) -> Results:
     data = load_digits()
     images, labels = (data.data / 16).astype(np.float32), data.target.astype(np.int64)
     batches = make_batches(images, labels, args.steps)
-    # Labels are 32-bit where JAX's x64 setting is off; made so here, they need not be converted at each step.
+    # Labels are 32-bit where JAX's x64 setting is off. Converted here, they need no conversion at each step.
     for_jax = [(x, y.astype(jax.dtypes.canonicalize_dtype(y.dtype))) for x, y in batches]
     torch_losses, torch_seconds = train_torch(init_params(0), batches)
     jax_losses, jax_seconds, params, compilations = train_jax(init_params(0), for_jax)

@@ -5,9 +5,9 @@
 
 The network is the convolutional one of snnTorch's tutorials, sized for these images. A spike is a step function, and
 each neuron's gradient comes from the backward of a `torch.autograd.Function` in that package; `jaxfn.from_torch` takes
-the module unchanged, and the package's loss too. It is trained twice, by torch and by JAX, from the same weights on the
-same batches; JAX splits both batches and parameters over eight devices, which are virtual ones of the CPU. What JAX has
-learned then goes back into the torch module, and torch counts how many digits it gets right.
+the module unchanged, and the package's loss too. It is trained twice, by torch and by JAX, from equal weights on equal
+batches; JAX splits both batches and parameters over eight devices, which are virtual ones of the CPU. The parameters
+that JAX has trained are then loaded into the torch module, and torch measures its accuracy.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class SpikingNet(nn.Module):
         self.pool = nn.MaxPool2d(2)
 
     def forward(self, images: torch.Tensor) -> torch.Tensor:
-        """Membrane potentials of the ten classes at each time step: (time, batch, class)."""
+        """Returns the membrane potentials of the ten classes at each time step: (time, batch, class)."""
         membrane1, membrane2, membrane3 = (lif.init_leaky() for lif in (self.lif1, self.lif2, self.lif3))
         potentials: list[torch.Tensor] = []
         for _ in range(TIME_STEPS):
@@ -66,28 +66,28 @@ class SpikingNet(nn.Module):
 
 
 def neurons() -> nn.Module:
-    """A layer of neurons that spike where their potential passes a threshold, and learn by a slope put in its place."""
+    """Returns a layer of neurons that spike where their potential exceeds a threshold, with a surrogate derivative."""
     return snntorch.Leaky(beta=0.5, learn_beta=True, spike_grad=surrogate.fast_sigmoid(slope=5))
 
 
 def rate_loss(potentials: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-    """snnTorch's loss: cross entropy at each time step."""
+    """Computes snnTorch's loss: cross entropy at each time step."""
     return snntorch.functional.ce_rate_loss()(potentials, labels).sum()
 
 
 @dataclass
 class Results:
-    """What the two runs gave.
+    """The results of both training loops.
 
     Attributes:
       torch_losses, jax_losses: one per step.
-      torch_accuracy: of what torch learned, by torch, on the digits that were not trained on.
-      jax_accuracy: of what JAX learned, by JAX.
-      loaded_accuracy: of what JAX learned, by torch, after `net.load`.
+      torch_accuracy: of the module that torch trained, on test digits.
+      jax_accuracy: of the parameters that JAX trained, evaluated by JAX.
+      loaded_accuracy: of the parameters that JAX trained, evaluated by torch after `net.load`.
       torch_seconds, jax_seconds: the median step.
       first_seconds: tracing by torch, translation and compilation, once.
-      compilations: of the JAX step.
-      parts: of each parameter, by name, how many the devices hold.
+      compilations: the number for the JAX step.
+      parts: the number of shards of each parameter, by name.
     """
 
     torch_losses: np.ndarray
@@ -103,19 +103,19 @@ class Results:
 
     @property
     def largest_difference(self) -> float:
-        """Between the two loss curves, relative."""
+        """The largest relative difference between the two loss curves."""
         return float(np.max(np.abs(self.jax_losses / self.torch_losses - 1)))
 
 
 def make_batches(images: np.ndarray, labels: np.ndarray, steps: int) -> list[Batch]:
-    """Random minibatches, the same for both."""
+    """Returns random minibatches, for both libraries."""
     generator = np.random.default_rng(1)
     chosen = [generator.choice(len(images), BATCH, replace=False) for _ in range(steps)]
     return [(images[i], labels[i]) for i in chosen]
 
 
 def train_torch(module: nn.Module, batches: Sequence[Batch]) -> tuple[list[float], list[float]]:
-    """Losses and seconds of each step; the module is trained in place."""
+    """Trains the module in place, and returns the loss and the seconds of each step."""
     optimizer = torch.optim.Adam(module.parameters(), RATE)
     losses: list[float] = []
     seconds: list[float] = []
@@ -131,21 +131,21 @@ def train_torch(module: nn.Module, batches: Sequence[Batch]) -> tuple[list[float
 
 
 def split(x: Any, mesh: Mesh) -> jax.Array:
-    """Spreads an array over the devices by its first axis that they divide; without one, each device has all of it."""
+    """Shards an array over the devices by its first axis that they divide, or replicates it if there is none."""
     axis = next((i for i, size in enumerate(x.shape) if size % DEVICES == 0), None)
     parts = PartitionSpec() if axis is None else PartitionSpec(*[None] * axis, "devices")
     return jax.device_put(x, NamedSharding(mesh, parts))
 
 
 def train_jax(net: Any, batches: Sequence[Batch]) -> tuple[list[float], list[float], Params, int]:
-    """Losses and seconds of each step, the parameters afterwards, and how often the step was compiled."""
+    """Trains with JAX, and returns losses and seconds, the parameters, and the number of compilations."""
     mesh = Mesh(np.array(jax.devices("cpu")[:DEVICES]), ("devices",))
     optimizer = optax.adam(RATE)
     loss_of = jaxfn.from_torch(rate_loss)
     compilations = 0
 
     def loss(parameters: Params, buffers: Params, images: jax.Array, labels: jax.Array) -> jax.Array:
-        potentials, _ = net.apply(parameters, buffers, images)  # the buffers are potentials, which begin anew each time
+        potentials, _ = net.apply(parameters, buffers, images)  # the buffers are potentials, which each call resets
         return loss_of(potentials, labels)
 
     @jax.jit
@@ -170,7 +170,7 @@ def train_jax(net: Any, batches: Sequence[Batch]) -> tuple[list[float], list[flo
 
 
 def accuracy(potentials: Any, labels: np.ndarray) -> float:
-    """How often the class with the highest potential, over all time steps, is the right one."""
+    """Returns how often the class with the highest summed potential is correct."""
     return float(np.mean(np.asarray(potentials).sum(0).argmax(-1) == labels))
 
 
@@ -208,7 +208,7 @@ def main(argv: Sequence[str] | None = None) -> Results:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--steps", type=int, default=60)
     steps = parser.parse_args(argv).steps
-    # In single precision a rounding decides now and then whether a neuron spikes, and two runs drift apart.
+    # In single precision, rounding sometimes decides whether a neuron spikes, and the two loss curves diverge.
     with jax.enable_x64(True):
         results = train_both(steps)
     for i in range(0, steps, max(1, steps // 10)):
@@ -216,7 +216,7 @@ def main(argv: Sequence[str] | None = None) -> Results:
     print(f"largest difference of the two curves: {results.largest_difference:.1e} of the loss")
     assert results.largest_difference < 1e-4
     print(f"accuracy on other digits: {results.torch_accuracy:.3f} by torch, {results.jax_accuracy:.3f} by JAX")
-    print(f"what JAX learned, loaded into torch: {results.loaded_accuracy:.3f}")
+    print(f"accuracy of the trained parameters, loaded into torch: {results.loaded_accuracy:.3f}")
     print(f"parts of each parameter, on {DEVICES} devices: {results.parts}")
     print(f"median step: {results.torch_seconds * 1e3:.1f} ms by torch, {results.jax_seconds * 1e3:.1f} ms by JAX")
     print(f"first step (torch traces, jaxfn translates, XLA compiles, once): {results.first_seconds:.1f} s")

@@ -1,4 +1,4 @@
-"""R torch's form: `autograd_function(forward=..., backward=...)`, where everything has a name.
+"""R torch's form: `autograd_function(forward=..., backward=...)`, where inputs and gradients have names.
 
     python examples/functional.py
 
@@ -44,7 +44,7 @@ def mul_constant_forward(ctx, tensor: jax.Array, constant: float) -> jax.Array:
 
 
 def mul_constant_backward(ctx, grad_output: jax.Array) -> dict[str, Any]:
-    return {"tensor": grad_output * ctx.saved_variables.constant}  # inputs left out have no gradient
+    return {"tensor": grad_output * ctx.saved_variables.constant}  # omitted inputs have no gradient
 
 
 mul_constant = jaxfn.autograd_function(forward=mul_constant_forward, backward=mul_constant_backward)

@@ -1,8 +1,8 @@
-"""A layer of flax.nnx whose weights are ternary, by a Function with a gradient of its own.
+"""A flax.nnx layer with ternary weights, by a Function with a custom gradient.
 
     python examples/nnx_layer.py
 
-The Function takes the layer's `nnx.Param`s as they are, in a dict. It is trained under `nnx.jit` and
+The Function takes the layer's `nnx.Param`s unchanged, in a dict. It is trained under `nnx.jit` and
 `nnx.value_and_grad`, and run as an ensemble under `nnx.vmap`.
 """
 
@@ -20,7 +20,7 @@ import jaxfn
 
 @jaxfn.function
 def ternary_matmul(ctx, x: jax.Array, parameters: dict[str, Any]) -> jax.Array:
-    """x @ w, where w has the values -scale, 0 and scale."""
+    """Computes x @ w, where w has the values -scale, 0 and scale."""
     weight, scale = parameters["weight"][...], parameters["scale"][...]
     signs = jnp.clip(jnp.round(weight / scale), -1, 1)
     ctx.save_for_backward(x, signs, scale)
@@ -31,7 +31,7 @@ def ternary_matmul(ctx, x: jax.Array, parameters: dict[str, Any]) -> jax.Array:
 def _(ctx, grad_output: jax.Array) -> tuple[jax.Array, dict[str, jax.Array]]:
     x, signs, scale = ctx.saved_tensors
     of_weight = x.T @ grad_output
-    # Rounding counts as no rounding for the weights; the scale is what all of them have in common.
+    # Straight through for the weights. The scale is a factor of all of them.
     return grad_output @ (signs * scale).T, {"weight": of_weight, "scale": jnp.sum(of_weight * signs)}
 
 
@@ -47,7 +47,7 @@ class TernaryLinear(nnx.Module):
 
 
 class Results(NamedTuple):
-    """What the example found."""
+    """The results of the example."""
 
     first_loss: float
     last_loss: float
@@ -56,20 +56,20 @@ class Results(NamedTuple):
 
 
 def loss(layer: TernaryLinear, x: jax.Array, y: jax.Array) -> jax.Array:
-    """The mean squared error."""
+    """Returns the mean squared error."""
     return jnp.mean((layer(x) - y) ** 2)
 
 
 @nnx.jit
 def step(layer: TernaryLinear, optimizer: nnx.Optimizer, x: jax.Array, y: jax.Array) -> jax.Array:
-    """One step of training."""
+    """Takes one step of training."""
     value, gradients = nnx.value_and_grad(loss)(layer, x, y)
     optimizer.update(layer, gradients)
     return value
 
 
 def main() -> Results:
-    """Trains a layer on data that a ternary one has made."""
+    """Trains a layer on the outputs of a ternary one."""
     x = jax.random.normal(jax.random.key(0), (256, 12))
     y = x @ (0.7 * jax.random.randint(jax.random.key(1), (12, 5), -1, 2))
     layer = TernaryLinear(12, 5, rngs=nnx.Rngs(2))

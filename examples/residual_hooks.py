@@ -1,9 +1,9 @@
-"""Less memory for what is kept between forward and backward: bfloat16, int8 with a scale, host memory.
+"""Less memory for residuals, by saved-tensor hooks: bfloat16, int8 with a scale, host memory.
 
     python examples/residual_hooks.py
 
-The same Functions, unchanged, are differentiated under different saved-tensor hooks. Printed is what the linearized
-network holds on to, by kind of memory, and how far the gradients are from those without hooks.
+The Functions are differentiated under several saved-tensor hooks. The output lists the bytes of residuals, by kind of
+memory, and the difference of the gradients from those without hooks.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Gelu(jaxfn.Function):
 
 
 class Linear(jaxfn.Function):
-    """input @ weight; saves the input for the weight's gradient. The weight is there anyway, so it is an attribute."""
+    """Computes input @ weight; saves the input. The weight is in memory already, so it is an attribute."""
 
     @staticmethod
     def forward(ctx, input: jax.Array, weight: jax.Array) -> jax.Array:
@@ -59,7 +59,7 @@ def from_bfloat16(packed: jax.Array) -> jax.Array:
 
 
 def to_int8(x: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """255 levels for each row, with the row's own scale: large rows do not cost small ones their digits."""
+    """Quantizes to 255 levels, with a scale for each row, so that small rows are as precise as large ones."""
     scale = jnp.max(jnp.abs(x), axis=-1, keepdims=True) / 127 + 1e-12
     return jnp.round(x / scale).astype(jnp.int8), scale
 
@@ -69,7 +69,7 @@ def from_int8(packed: tuple[jax.Array, jax.Array]) -> jax.Array:
     return codes.astype(jnp.float32) * scale
 
 
-# How each block is opened. The hooks are functions of the module, so that entering a block again traces nothing anew.
+# The contexts. The hooks are functions of the module, so that entering a context again does not trace again.
 BLOCKS: dict[str, Callable[[], AbstractContextManager[None]]] = {
     "no hooks": nullcontext,
     "bfloat16": lambda: jaxfn.saved_tensors_hooks(to_bfloat16, from_bfloat16),
@@ -84,36 +84,36 @@ def loss(weights: list[jax.Array], x: jax.Array) -> jax.Array:
     return jnp.mean(x**2)
 
 
-class Kept(NamedTuple):
-    device: int  # bytes besides the weights
+class Measurement(NamedTuple):
+    device: int  # bytes of residuals except weights
     host: int
     gradient_error: float  # relative, over all weights
 
 
-def measure(block: Callable[[], AbstractContextManager[None]], weights: list[jax.Array], x: jax.Array) -> Kept:
-    """What is kept for the backward pass inside this block, and what the gradients are worth."""
+def measure(block: Callable[[], AbstractContextManager[None]], weights: list[jax.Array], x: jax.Array) -> Measurement:
+    """Measures the bytes of residuals under a context, and the error of the gradients."""
     exact = jax.grad(loss)(weights, x)
     with block():
         _, pullback = jax.vjp(loss, weights, x)
-    kept = [
+    residuals = [
         leaf for leaf in jax.tree.leaves(pullback) if isinstance(leaf, jax.Array) and leaf.shape != weights[0].shape
     ]
-    on_host = sum(leaf.nbytes for leaf in kept if leaf.sharding.memory_kind == "pinned_host")
-    on_device = sum(leaf.nbytes for leaf in kept) - on_host
+    on_host = sum(leaf.nbytes for leaf in residuals if leaf.sharding.memory_kind == "pinned_host")
+    on_device = sum(leaf.nbytes for leaf in residuals) - on_host
     ours, _ = pullback(jnp.float32(1))
     squares = sum(jnp.sum((a - b) ** 2) for a, b in zip(ours, exact, strict=True))
-    return Kept(on_device, on_host, float(jnp.sqrt(squares / sum(jnp.sum(b**2) for b in exact))))
+    return Measurement(on_device, on_host, float(jnp.sqrt(squares / sum(jnp.sum(b**2) for b in exact))))
 
 
-def main() -> dict[str, Kept]:
+def main() -> dict[str, Measurement]:
     keys = jax.random.split(jax.random.key(0), LAYERS + 1)
     weights = [jax.random.normal(key, (WIDTH, WIDTH)) * (2 / WIDTH) ** 0.5 for key in keys[1:]]
     x = jax.random.normal(keys[0], (BATCH, WIDTH))
     results = {name: measure(block, weights, x) for name, block in BLOCKS.items()}
-    print(f"kept for backward by {LAYERS} layers of {WIDTH} units, for {BATCH} examples")
-    for name, kept in results.items():
-        sizes = f"{kept.device / 1024:8,.0f} KiB on the device  {kept.host / 1024:8,.0f} KiB on the host"
-        print(f"  {name:12}  {sizes}  gradients off by {kept.gradient_error:.1e}")
+    print(f"saved for backward by {LAYERS} layers of {WIDTH} units, for {BATCH} examples")
+    for name, result in results.items():
+        sizes = f"{result.device / 1024:8,.0f} KiB on the device  {result.host / 1024:8,.0f} KiB on the host"
+        print(f"  {name:12}  {sizes}  gradients off by {result.gradient_error:.1e}")
     return results
 
 

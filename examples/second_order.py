@@ -2,9 +2,9 @@
 
     python examples/second_order.py
 
-Both go forward through something that was differentiated in reverse, which needs both modes on one Function. The model
-is a small network on handwritten digits whose activation and loss are Functions: one has a `jvp` written by hand, the
-other has it derived from `backward`. A few Gauss-Newton steps, solved by conjugate gradients, train it.
+Both apply forward mode to a function that was differentiated in reverse, which needs both modes on one Function. The
+model is a small network on handwritten digits whose activation and loss are Functions: one has a hand-written `jvp`,
+the other derives it from `backward`. A few Gauss-Newton steps, solved by conjugate gradients, train it.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ HIDDEN = 32
 
 
 class Softplus(jaxfn.Function):
-    """log(1 + exp(x)), from which no overflow can come; saves its derivative, the sigmoid."""
+    """Softplus, log(1 + exp(x)), without overflow; saves its derivative, the sigmoid."""
 
     @staticmethod
     def forward(ctx, x: jax.Array) -> jax.Array:
@@ -71,7 +71,7 @@ def _plain_cross_entropy(logits: jax.Array, labels: jax.Array) -> jax.Array:
 
 
 FUNCTIONS = Operations(Softplus.apply, CrossEntropy.apply)
-# The same without jaxfn, for JAX's autodiff: only to compare with.
+# The operations in plain JAX, for comparison.
 PLAIN = Operations(jax.nn.softplus, _plain_cross_entropy)
 
 Product = Callable[[jax.Array, jax.Array], jax.Array]  # of weights and a direction
@@ -99,15 +99,15 @@ class Problem:
         return self.ops.cross_entropy(self.logits(weights), self.labels)
 
     def hessian_product(self, weights: jax.Array, direction: jax.Array) -> jax.Array:
-        """Forward over reverse: the gradient's derivative along the direction."""
+        """Computes the product by forward over reverse: the gradient's derivative along the direction."""
         return jax.jvp(jax.grad(self.loss), (weights,), (direction,))[1]
 
     def hessian_product_in_reverse(self, weights: jax.Array, direction: jax.Array) -> jax.Array:
-        """Reverse over reverse: the same, and all that there is without forward mode."""
+        """Computes the product by reverse over reverse, which does not need forward mode."""
         return jax.grad(lambda w: jnp.vdot(jax.grad(self.loss)(w), direction))(weights)
 
     def gauss_newton_product(self, weights: jax.Array, direction: jax.Array) -> jax.Array:
-        """J.T @ H @ J @ direction, J of the logits by the weights and H of the loss by the logits; never negative."""
+        """Computes J.T @ H @ J @ direction, for J of the logits by the weights and H of the loss by the logits."""
         logits, moved = jax.jvp(self.logits, (weights,), (direction,))
         of_logits = jax.grad(lambda y: self.ops.cross_entropy(y, self.labels))
         curved = jax.jvp(of_logits, (logits,), (moved,))[1]
@@ -118,10 +118,10 @@ class Problem:
 
 
 def gauss_newton(problem: Problem, num_steps: int) -> tuple[jax.Array, list[float]]:
-    """Gauss-Newton steps solved by conjugate gradients, with products alone: no matrix is ever formed.
+    """Takes Gauss-Newton steps, solved by conjugate gradients with products alone, without any matrix.
 
-    The damping follows Levenberg and Marquardt: less of it after a step that helped, more after one that did not, which
-    is not taken.
+    The damping follows Levenberg and Marquardt: it decreases after a step that reduces the loss, and increases after
+    any other step, which is not taken.
     """
 
     @jax.jit
@@ -145,7 +145,7 @@ def gauss_newton(problem: Problem, num_steps: int) -> tuple[jax.Array, list[floa
 
 
 def milliseconds(products: dict[str, Product], weights: jax.Array, direction: jax.Array) -> dict[str, float]:
-    """The median time of each compiled product, the products taking turns."""
+    """Returns the median time of each compiled product, with the products timed in turn."""
     compiled = {name: jax.jit(product).lower(weights, direction).compile() for name, product in products.items()}
     times: dict[str, list[float]] = {name: [] for name in products}
     for _ in range(30):
@@ -157,7 +157,7 @@ def milliseconds(products: dict[str, Product], weights: jax.Array, direction: ja
 
 
 class Results(NamedTuple):
-    differences: dict[str, float]  # of each product from JAX's own, over the largest entry
+    differences: dict[str, float]  # of each product from plain JAX, relative to the largest entry
     milliseconds: dict[str, float]
     losses: list[float]  # before each Gauss-Newton step, and after the last
     accuracy: float

@@ -2,9 +2,9 @@
 
     python examples/sharded_training.py
 
-A residual network learns what another one computes. The mesh has four rows of examples and two halves of each layer. On
-every way the losses and parameters are those of one device, and the compiled step has the collectives that it has with
-`jax.custom_vjp` by hand. The devices are virtual ones of the CPU.
+A residual network is trained on the outputs of another one. The mesh splits a batch into four parts and each layer into
+two. In each setting the losses and parameters equal those of one device, and the compiled step has the collectives of
+one with a hand-written `jax.custom_vjp`. The devices are virtual ones of the CPU.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ Params = list[dict[str, jax.Array]]
 
 
 def product(a: jax.Array, b: jax.Array, *spec: Any) -> jax.Array:
-    """a @ b, laid out like `spec` where axes are Explicit, as a sum over a split axis does not say how it is to lie."""
+    """Computes a @ b, sharded by `spec` on Explicit axes, where a sum over a sharded axis does not determine it."""
     explicit = jax.sharding.get_abstract_mesh().explicit_axes
     return jnp.matmul(a, b, out_sharding=P(*spec) if explicit else None)
 
@@ -37,7 +37,7 @@ def spec_of(x: jax.Array) -> Any:
 
 
 class Linear(jaxfn.Function):
-    """x @ w. Inside shard_map the gradient of `w` is what this device adds to it, and jaxfn sums it over "data"."""
+    """Computes x @ w. Inside shard_map backward returns this device's part of w's gradient, and jaxfn sums."""
 
     @staticmethod
     def forward(ctx, x: jax.Array, w: jax.Array) -> jax.Array:
@@ -51,7 +51,7 @@ class Linear(jaxfn.Function):
 
 
 class AddBias(jaxfn.Function):
-    """x + b. The gradient of `b` has x's shape, and lies on the mesh as x does: jaxfn sums it."""
+    """Computes x + b. The gradient of `b` has x's shape and sharding, and jaxfn sums it."""
 
     @staticmethod
     def forward(ctx, x: jax.Array, b: jax.Array) -> jax.Array:
@@ -63,7 +63,7 @@ class AddBias(jaxfn.Function):
 
 
 class Swish(jaxfn.Function):
-    """x * sigmoid(x); saves its input alone."""
+    """Computes x * sigmoid(x); saves its input only."""
 
     @staticmethod
     def forward(ctx, x: jax.Array) -> jax.Array:
@@ -78,7 +78,7 @@ class Swish(jaxfn.Function):
 
 
 class CopyToModel(jaxfn.Function):
-    """Megatron's copy: from here on each half of the model has its own x, so the gradients are summed over "model"."""
+    """Megatron's copy: each half of the model gets its own x, so the gradients are summed over "model"."""
 
     @staticmethod
     def forward(ctx, x: jax.Array) -> jax.Array:
@@ -90,7 +90,7 @@ class CopyToModel(jaxfn.Function):
 
 
 class ReduceFromModel(jaxfn.Function):
-    """Megatron's reduce, as it is in torch: sums over "model", and hands the gradient on."""
+    """Megatron's reduce, as in torch: sums over "model", and passes the gradient on."""
 
     @staticmethod
     def forward(ctx, x: jax.Array) -> jax.Array:
@@ -102,7 +102,7 @@ class ReduceFromModel(jaxfn.Function):
 
 
 class Ops(NamedTuple):
-    """What the network is made of."""
+    """The operations of the network."""
 
     linear: Callable[..., jax.Array]
     add_bias: Callable[..., jax.Array]
@@ -115,8 +115,8 @@ FUNCTIONS = Ops(Linear.apply, AddBias.apply, Swish.apply)
 REGIONS = FUNCTIONS._replace(copy=CopyToModel.apply, reduce=ReduceFromModel.apply)
 
 
-def by_hand(is_shard_map: bool) -> Ops:
-    """The same as custom_vjps, in which the sums over devices are written out."""
+def hand_written(is_shard_map: bool) -> Ops:
+    """Returns the operations by `jax.custom_vjp`, with explicit sums over devices."""
 
     def over_data(x: jax.Array) -> jax.Array:
         return jax.lax.psum(x, "data") if is_shard_map else x
@@ -130,8 +130,8 @@ def by_hand(is_shard_map: bool) -> Ops:
     def linear(x: jax.Array, w: jax.Array) -> jax.Array:
         return product(x, w, spec_of(x)[0], spec_of(w)[1])
 
-    def linear_bwd(kept: Any, g: jax.Array) -> Any:
-        x, w = kept
+    def linear_bwd(residuals: Any, g: jax.Array) -> Any:
+        x, w = residuals
         return product(g, w.T, *spec_of(x)), over_data(product(x.T, g, *spec_of(w)))
 
     def swish_bwd(x: jax.Array, g: jax.Array) -> Any:
@@ -146,10 +146,10 @@ def by_hand(is_shard_map: bool) -> Ops:
     if is_shard_map:
         rules.append((varying, lambda x: (varying(x), None), lambda _, g: (psum(g),)))
         rules.append((psum, lambda x: (psum(x), None), lambda _, g: (varying(g),)))
-    made = [jax.custom_vjp(lambda *args, f=f: f(*args)) for f, _, _ in rules]
-    for function, (_, fwd, bwd) in zip(made, rules, strict=True):
+    functions = [jax.custom_vjp(lambda *args, f=f: f(*args)) for f, _, _ in rules]
+    for function, (_, fwd, bwd) in zip(functions, rules, strict=True):
         function.defvjp(fwd, bwd)
-    return Ops(*made)
+    return Ops(*functions)
 
 
 def network(ops: Ops, params: Params, x: jax.Array) -> jax.Array:
@@ -177,12 +177,12 @@ ROWS = P("data", None)
 
 
 class Trained(NamedTuple):
-    """Training in one way.
+    """The result of training in one setting.
 
     Attributes:
-      losses: before each step.
-      params: afterwards.
-      collectives: how many of each the compiled step has.
+      losses: the losses before each step.
+      params: the parameters after training.
+      collectives: the number of each collective in the compiled step.
     """
 
     losses: list[float]
@@ -191,7 +191,7 @@ class Trained(NamedTuple):
 
 
 def train(loss: Callable[..., jax.Array], mesh: jax.sharding.Mesh | None, steps: int) -> Trained:
-    """Gradient descent, on the devices of a mesh or on one."""
+    """Trains by gradient descent, on the devices of a mesh or on one."""
 
     @jax.jit
     def step(params: Params, x: jax.Array, y: jax.Array) -> tuple[jax.Array, Params]:
@@ -217,7 +217,7 @@ def train(loss: Callable[..., jax.Array], mesh: jax.sharding.Mesh | None, steps:
 
 
 def in_shard_map(ops: Ops, mesh: jax.sharding.Mesh) -> Callable[..., jax.Array]:
-    """The loss, of which each device computes its part."""
+    """Returns the loss inside shard_map, where each device computes its part."""
 
     def local(params: Params, x: jax.Array, y: jax.Array) -> jax.Array:
         return jax.lax.pmean(loss_of(ops)(params, x, y), "data")
@@ -226,23 +226,23 @@ def in_shard_map(ops: Ops, mesh: jax.sharding.Mesh) -> Callable[..., jax.Array]:
 
 
 class Results(NamedTuple):
-    """What `main` found.
+    """The results of the example.
 
     Attributes:
-      losses: on one device.
-      differences: for each way, the largest difference of losses and parameters from those of one device.
-      collectives: for each way, those of the compiled step.
-      collectives_by_hand: the same with `jax.custom_vjp`.
+      losses: the losses on one device.
+      differences: the largest difference of losses and parameters from those of one device, by setting.
+      collectives: those of the compiled step, by setting.
+      hand_written_collectives: those with a hand-written `jax.custom_vjp`, by setting.
     """
 
     losses: list[float]
     differences: dict[str, float]
     collectives: dict[str, dict[str, int]]
-    collectives_by_hand: dict[str, dict[str, int]]
+    hand_written_collectives: dict[str, dict[str, int]]
 
 
 def main(steps: int = 20) -> Results:
-    """Trains in all ways, and asserts what this file says."""
+    """Trains in all settings, and asserts the claims above."""
     alone = train(loss_of(FUNCTIONS), None, steps)
     results = Results(alone.losses, {}, {}, {})
     print(f"one device: the loss goes from {alone.losses[0]:.3f} to {alone.losses[-1]:.3f}")
@@ -252,15 +252,15 @@ def main(steps: int = 20) -> Results:
         is_shard_map = way == "shard_map"
         losses = [
             in_shard_map(ops, mesh) if is_shard_map else loss_of(ops)
-            for ops in (REGIONS if is_shard_map else FUNCTIONS, by_hand(is_shard_map))
+            for ops in (REGIONS if is_shard_map else FUNCTIONS, hand_written(is_shard_map))
         ]
         ours, hand = (train(loss, mesh, steps) for loss in losses)
         pairs = zip(jax.tree.leaves(ours[:2]), jax.tree.leaves(alone[:2]), strict=True)
         results.differences[way] = max(float(np.abs(np.asarray(a) - np.asarray(b)).max()) for a, b in pairs)
-        results.collectives[way], results.collectives_by_hand[way] = ours.collectives, hand.collectives
+        results.collectives[way], results.hand_written_collectives[way] = ours.collectives, hand.collectives
         print(f"{way}: differs by {results.differences[way]:.1e}; collectives {ours.collectives}")
         assert results.differences[way] < 1e-5, "not the numbers of one device"
-        assert ours.collectives == hand.collectives != {}, "not the collectives of a custom_vjp by hand"
+        assert ours.collectives == hand.collectives != {}, "not the collectives of a hand-written custom_vjp"
     assert alone.losses[-1] < alone.losses[0] / 4
     return results
 

@@ -2,8 +2,8 @@
 
     python examples/straight_through_hessian.py
 
-Rounding has derivative zero, so quantized models pretend that it is the identity. A `jax.custom_vjp` says so for the
-first derivative; the second one differentiates `jnp.round` itself. A Function has its own rule at every order.
+Rounding has derivative zero, so quantized models treat it as the identity. A `jax.custom_vjp` does so in the first
+derivative; the second one differentiates `jnp.round` itself. A Function has its own rule at every order.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ Round = Callable[[jax.Array], jax.Array]
 
 
 class StraightThrough(jaxfn.Function):
-    """Rounds; backward takes rounding for the identity."""
+    """Rounding whose backward is that of the identity."""
 
     @staticmethod
     def forward(ctx, x: jax.Array) -> jax.Array:
@@ -33,12 +33,12 @@ class StraightThrough(jaxfn.Function):
 
 @jax.custom_vjp
 def custom_vjp_round(x: jax.Array) -> jax.Array:
-    """The same as one writes it with JAX alone."""
+    """Rounds, with a straight-through rule in plain JAX."""
     return jnp.round(x)
 
 
 def _fwd(x: jax.Array) -> tuple[jax.Array, None]:
-    return jnp.round(x), None  # an outer differentiation goes through this line, and finds zero
+    return jnp.round(x), None  # an enclosing differentiation differentiates this line, and gets zero
 
 
 def _bwd(_: None, grad_output: jax.Array) -> tuple[jax.Array]:
@@ -49,12 +49,12 @@ custom_vjp_round.defvjp(_fwd, _bwd)
 
 
 def second_derivative(round: Round, x: float) -> float:
-    """Of (round(x) - 1)^2."""
+    """Returns the second derivative of (round(x) - 1)^2."""
     return float(jax.grad(jax.grad(lambda x: (round(x) - 1) ** 2))(x))
 
 
 def second_derivative_in_torch(x: float) -> float | None:
-    """The same with torch.autograd.Function; None where torch is not installed."""
+    """Returns torch's second derivative; None if torch is not installed."""
     try:
         import torch
     except ImportError:
@@ -81,7 +81,7 @@ class Newton(NamedTuple):
 
 
 def least_squares() -> tuple[jax.Array, jax.Array]:
-    """A and b of a problem whose solution is whole numbers."""
+    """Returns A and b of a problem with an integer solution."""
     A = jax.random.normal(jax.random.key(0), (8, 3))
     return A, A @ jnp.array([3.0, -2.0, 5.0])
 
@@ -89,15 +89,15 @@ def least_squares() -> tuple[jax.Array, jax.Array]:
 def newton(round: Round, num_steps: int = 4) -> Newton:
     """Minimizes ||A round(w) - b||^2 / 2 by Newton's method, from w = 0.3.
 
-    The Hessian is A.T @ A, with which a single step ends so near to the solution that rounding does the rest. With a
-    Hessian of zeros a step is the gradient divided by the damping, however steep the loss is.
+    The Hessian is A.T @ A, and a single step ends so near to the solution that rounding yields it. With a Hessian of
+    zeros a step is the gradient divided by the damping, however steep the loss is.
     """
     A, b = least_squares()
 
     def loss(w: jax.Array) -> jax.Array:
         return jnp.sum((A @ round(w) - b) ** 2) / 2
 
-    # jax.hessian uses forward mode, which a Function with only a backward does not have, and neither has a custom_vjp.
+    # jax.hessian uses forward mode, which neither a Function with only a backward nor a custom_vjp has.
     hessian = jax.jacrev(jax.jacrev(loss))
     # The usual damping makes a step possible where the Hessian is singular.
     damping = 1e-3 * jnp.eye(3)

@@ -110,4 +110,4 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return sorted([*__all__, "__version__"])  # all that can be asked for without torch
+    return sorted([*__all__, "__version__"])  # the public names that need no torch

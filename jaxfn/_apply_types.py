@@ -1,6 +1,6 @@
 """Types of `apply` for checkers and editors: it takes what `forward` takes after the ctx.
 
-They tell by the first parameter of `forward`, by the first line that fits:
+The first parameter of `forward` decides, by the first line that applies:
 
     forward(ctx, x: Array)                 called ctx                        apply(x: Array)
     forward(x), forward(c: Any, x: Array)  might be anything: not annotated  apply(...)

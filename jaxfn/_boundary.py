@@ -6,8 +6,7 @@ and tangents, one per array leaf). A cotangent or tangent that is symbolically z
 
 from __future__ import annotations
 
-import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from operator import is_
@@ -41,7 +40,7 @@ from jaxfn._tree import (
 
 @dataclass(eq=False, slots=True)
 class OutputSpec:
-    """The static part of the outputs of a forward pass; equal if they have the same structure."""
+    """The static part of the outputs of a forward pass; equal if the structures are equal."""
 
     container: type | None  # tuple or a namedtuple type; None: one output
     trees: tuple[TreeSpec, ...]
@@ -100,7 +99,7 @@ def _zeros(aval: Any, materialize: bool) -> Any:
 
 
 def _look_alike(a: TreeSpec, b: TreeSpec) -> bool:
-    """Whether two forward passes gave this output alike; objects that are made again each time count as alike."""
+    """Whether the specs of an output agree in two forward passes; objects that `forward` creates count as equal."""
     has_leaf = a.treedef is None or b.treedef is None  # PyTreeDef does not compare with None
     same_tree = a.treedef is b.treedef if has_leaf else a.treedef == b.treedef
     return same_tree and all(leaf_key(x) == leaf_key(y) for x, y in zip(a.leaves, b.leaves, strict=True))
@@ -140,9 +139,13 @@ def flatten_outputs(value: Any) -> ForwardOutputs:
 
 
 def non_differentiable_outputs(
-    name: str, state: ContextState, inputs: Sequence[Any], outputs: Sequence[Any]
+    name: str,
+    state: ContextState,
+    inputs: Sequence[Any],
+    outputs: Sequence[Any],
+    warn_once: Callable[[str, str], None],
 ) -> frozenset[int]:
-    """Returns the indices of the marked outputs among the array leaves; warns of what is not an output.
+    """Returns the indices of the marked outputs among the array leaves; warns of marked values that are not outputs.
 
     Raises:
       ValueError: A marked array is returned more often than it was marked.
@@ -154,24 +157,25 @@ def non_differentiable_outputs(
     for mark, key in zip(marked, marked_keys, strict=True):
         indices = [i for i, other in enumerate(keys) if key == other]
         if not indices:
-            warnings.warn(
-                f"{name}: mark_non_differentiable was given a value that forward did not return; it has no effect. "
+            warn_once(
+                "mark",
+                f"{name}: mark_non_differentiable was passed a value that forward did not return; it has no effect. "
                 "Pass the very array that is returned.",
-                stacklevel=2,
             )
         elif marked_keys.count(key) < len(indices) and is_inexact(jax.dtypes.result_type(mark)):
             raise ValueError(
-                f"{name}: mark_non_differentiable was given an array that forward returns {len(indices)} times, as "
+                f"{name}: mark_non_differentiable was passed an array that forward returns {len(indices)} times, as "
                 f"outputs {', '.join(map(str, indices))}, so it is ambiguous which is meant. (A function that "
-                "changes nothing, as `y.ravel()` of a vector, gives the array itself.) Where there is to be no "
-                "derivative return another array, `jnp.array(y, copy=True)`, and mark that; or mark it once for each."
+                "changes nothing, as `y.ravel()` of a vector, returns the array itself.) Return a copy, "
+                "`jnp.array(y, copy=True)`, as the output without derivative, and mark that; or mark the array once "
+                "for each output."
             )
         found.update(indices)
     return frozenset(found)
 
 
 def check_dirty(name: str, state: ContextState, inputs: Sequence[Any], outputs: Sequence[Any]) -> bool:
-    """Checks what was marked dirty; returns whether an array is among it, whose caller keeps the old value.
+    """Checks the inputs that were marked dirty; returns whether one is an array, which the caller sees unchanged.
 
     Raises:
       ValueError: Something is not an array input, or no output has the shape and dtype of the input.
@@ -180,7 +184,7 @@ def check_dirty(name: str, state: ContextState, inputs: Sequence[Any], outputs: 
     for position, marked in enumerate(jax.tree_util.tree_leaves(state.dirty)):
         if not any(marked is x for x in inputs):
             raise ValueError(
-                f"{name}: mark_dirty was given something that is not an array input of forward (argument {position}, "
+                f"{name}: mark_dirty was passed something that is not an array input of forward (argument {position}, "
                 f"a {type(marked).__name__}). Pass the input as forward received it, and return its new value."
             )
         if is_ref(marked):
@@ -188,7 +192,7 @@ def check_dirty(name: str, state: ContextState, inputs: Sequence[Any], outputs: 
         found_array = True
         if not any(x.shape == marked.shape and x.dtype == marked.dtype for x in outputs):
             raise ValueError(
-                f"{name}: mark_dirty was given an input of shape {marked.shape} and dtype {marked.dtype} (argument "
+                f"{name}: mark_dirty was passed an input of shape {marked.shape} and dtype {marked.dtype} (argument "
                 f"{position}), but no output has that shape and dtype. JAX arrays are immutable: return the new value."
             )
     return found_array
@@ -196,7 +200,7 @@ def check_dirty(name: str, state: ContextState, inputs: Sequence[Any], outputs: 
 
 # Gradients and tangents
 
-# By the method, if they differ. Those of what is not an array of the right kind are `TypeError`s.
+# By the method, if the two methods differ. "type" and "complex" are `TypeError`s, the others `RuntimeError`s.
 _MESSAGES = {
     "backward count": (
         "returned an incorrect number of gradients: expected {expected} ({names}), got {got}. Return one gradient for "
@@ -235,7 +239,7 @@ _MESSAGES = {
 
 
 class _Where(NamedTuple):
-    """The place of a value that `backward` or `jvp` returned; formatted only if something is wrong with it."""
+    """The input or output of a value that `backward` or `jvp` returned; formatted only in errors."""
 
     function: str
     names: InputNames | None  # of the inputs, for backward; None for jvp
@@ -243,8 +247,8 @@ class _Where(NamedTuple):
     path: str = ""
 
     def __str__(self) -> str:
-        place = f"output {self.position}" if self.names is None else self.names.describe(self.position)
-        return place + self.path
+        text = f"output {self.position}" if self.names is None else self.names.describe(self.position)
+        return text + self.path
 
     def error(self, message: str, **facts: object) -> Exception:
         """Returns the error with this message."""
@@ -268,26 +272,26 @@ class _Where(NamedTuple):
     def match(
         self, value: Any, tree: TreeSpec, leaves: Iterator[tuple[Any, bool]]
     ) -> Iterator[tuple[_Where, Any, ExpectedLeaf]]:
-        """Yields for each array leaf its place, what `value` has there, and the leaf; raises for other structures."""
+        """Yields for each array leaf its `_Where`, its entry in `value`, and the leaf; raises for other structures."""
         skeleton = tree.unflatten(iter([ExpectedLeaf(*leaf) for leaf in islice(leaves, tree.num_arrays)]))
         try:
             pieces = list(match_leaves(value, skeleton))
         except StructureError as problem:
             raise self.error("structure", problem=problem) from None
         for path, piece, leaf in pieces:
-            place = self._replace(path=path)
+            where = self._replace(path=path)
             if isinstance(leaf, ExpectedLeaf):
-                yield place, piece, leaf
+                yield where, piece, leaf
             elif piece is not None:
-                raise place.error("static", value=f"the Python value {leaf!r}" if self.names is None else repr(leaf))
+                raise where.error("static", value=f"the Python value {leaf!r}" if self.names is None else repr(leaf))
 
 
 def input_cotangents(
     name: str, spec: InputSpec, returned: Any, avals: Sequence[Any], perturbed: Sequence[bool]
 ) -> list[jax.Array | None]:
-    """Returns a cotangent, or `None` for zero, for each array leaf of the inputs, placed anywhere on a mesh.
+    """Returns a cotangent, or `None` for zero, for each array leaf of the inputs, with any sharding.
 
-    What the user's `backward` returned for leaves that are not perturbed is not checked.
+    The gradients that `backward` returned for leaves that are not perturbed are not checked.
     """
     leaves = zip(avals, perturbed, strict=True)
     cotangents: list[jax.Array | None] = []
@@ -297,8 +301,8 @@ def input_cotangents(
             cotangents.append(_cotangent(gradient, *next(leaves), where))
             continue
         cotangents += [
-            _cotangent(piece, leaf.aval, leaf.is_differentiated, place)
-            for place, piece, leaf in where.match(gradient, tree, leaves)
+            _cotangent(piece, leaf.aval, leaf.is_differentiated, leaf_where)
+            for leaf_where, piece, leaf in where.match(gradient, tree, leaves)
         ]
     return cotangents
 
@@ -317,7 +321,7 @@ def _one_per_input(name: str, spec: InputSpec, returned: Any) -> Sequence[Any]:
             verb = "is" if len(unknown) == 1 else "are"
             text = ", ".join(map(repr, unknown))
             raise where.error("names", unknown=text, verb=verb, names=", ".join(names.names))
-    # A namedtuple is the gradient of the one input where that is itself such a namedtuple.
+    # A namedtuple is one gradient if the only input is a namedtuple of that type.
     if not isinstance(returned, tuple) or (
         type(returned) is not tuple and expected == 1 and spec.trees[0].container is type(returned)
     ):
@@ -325,8 +329,8 @@ def _one_per_input(name: str, spec: InputSpec, returned: Any) -> Sequence[Any]:
     gradients = list(cast(tuple[Any, ...], returned))
     while len(gradients) > expected and gradients[-1] is None:
         gradients.pop()
-    if not names.num_given <= len(gradients) <= expected:
-        wanted = expected if names.num_given == expected else f"{names.num_given} to {expected}"
+    if not names.num_passed <= len(gradients) <= expected:
+        wanted = expected if names.num_passed == expected else f"{names.num_passed} to {expected}"
         is_list = len(gradients) == 1 and isinstance(gradients[0], list)
         got = "a list, which counts as one gradient" if is_list else len(gradients)
         raise where.error("count", expected=wanted, names=", ".join(names.names), got=got)
@@ -355,6 +359,9 @@ def _from_names(where: _Where, names: InputNames, named: dict[Any, Any]) -> Sequ
 def _cotangent(gradient: Any, aval: Any, is_differentiated: bool, where: _Where) -> jax.Array | None:
     """Returns the cotangent of one array leaf: summed to its shape, cast to its dtype, in JAX's complex convention."""
     if gradient is None:
+        monitor = CALL_MONITOR.value if is_differentiated else None
+        if monitor is not None:
+            monitor.without_gradient[f"{where.function}.backward", str(where)] = None
         return None
     if (
         is_differentiated
@@ -364,7 +371,7 @@ def _cotangent(gradient: Any, aval: Any, is_differentiated: bool, where: _Where)
     ):
         return gradient  # as nearly always
     where.check_array(gradient, aval)
-    if not is_differentiated:  # integers, and what torch would not look at either
+    if not is_differentiated:  # integers, and leaves whose gradient torch ignores too
         return None
     gradient = as_array(gradient)
     where.check_real(gradient, aval)
@@ -407,7 +414,7 @@ def input_tangents(
 
 
 def output_tangents(name: str, returned: Any, spec: OutputSpec, avals: Sequence[Any]) -> list[jax.Array | None]:
-    """Returns a tangent, or `None` for zero, for each array leaf of the outputs; `returned` is what `jvp` returned."""
+    """Returns a tangent, or `None` for zero, for each array leaf of the outputs, from the result of `jvp`."""
     expected = len(spec.trees)
     per_output = cast(tuple[Any, ...], returned) if isinstance(returned, tuple) else (returned,)
     if len(per_output) != expected:
@@ -416,7 +423,7 @@ def output_tangents(name: str, returned: Any, spec: OutputSpec, avals: Sequence[
     tangents: list[jax.Array | None] = []
     for index, (tangent, tree) in enumerate(zip(per_output, spec.trees, strict=True)):
         matched = _Where(name, None, index).match(tangent, tree, leaves)
-        tangents += [_tangent(piece, leaf.aval, leaf.is_differentiated, place) for place, piece, leaf in matched]
+        tangents += [_tangent(piece, leaf.aval, leaf.is_differentiated, where) for where, piece, leaf in matched]
     return tangents
 
 

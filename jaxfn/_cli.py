@@ -1,4 +1,4 @@
-"""The command line over the public functions: `check`, `parity`, `explain` and `doctor`."""
+"""The command line for the public functions: `check`, `parity`, `explain` and `doctor`."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except _UsageError as error:
         print(f"jaxfn: {_first_line(error)}", file=sys.stderr)
         return 2
-    except Exception as error:  # of the function that is checked
+    except Exception as error:  # raised by the function that is checked
         print(f"jaxfn: {type(error).__name__}: {_first_line(error)}", file=sys.stderr)
         return 1
 
@@ -121,8 +121,8 @@ def _callable(name: str) -> Callable[..., Any]:
 
 def _inputs(options: Any) -> tuple[Any, ...]:
     if options.inputs:
-        made = _load(options.inputs)()
-        return tuple(made) if isinstance(made, (tuple, list)) else (made,)
+        inputs = _load(options.inputs)()
+        return tuple(inputs) if isinstance(inputs, (tuple, list)) else (inputs,)
     if not options.shape:
         raise _UsageError("arguments are missing: pass --shape once per argument, or --inputs module:name")
     generator = np.random.default_rng(options.seed)
@@ -154,7 +154,7 @@ def _check(options: Any) -> int:
 
 
 def _parity(options: Any) -> int:
-    function = _load(options.function)
+    function = _callable(options.function)
     if (options.reference is None) == (options.oracle is None):
         raise _UsageError("pass either a reference or --oracle")
     try:
@@ -163,7 +163,7 @@ def _parity(options: Any) -> int:
                 raise _UsageError(f"there is no file {options.oracle}")
             report = jaxfn.paritycheck(function, options.oracle, raise_exception=False)
         else:
-            report = jaxfn.paritycheck(function, _load(options.reference), _inputs(options), raise_exception=False)
+            report = jaxfn.paritycheck(function, _callable(options.reference), _inputs(options), raise_exception=False)
     except (ImportError, ValueError) as error:
         raise _UsageError(str(error)) from error
     return _conclude(options, report)
@@ -207,6 +207,6 @@ def _doctor(options: Any) -> int:
 def _torch_support() -> str:
     try:
         jaxfn.from_torch(importlib.import_module("torch").sin)
-    except Exception as error:  # the message says which version, and why
+    except Exception as error:  # the message names the version and the reason
         return f"no: {str(error).splitlines()[0]}"
     return "yes"

@@ -1,8 +1,7 @@
 """Everything that uses unpromised parts of JAX, each with the versions on which it was checked.
 
-Everything here is a function or a class of jaxfn's own: no module of JAX is handed on, and nothing reaches into
-`jax._src`. `tests/core/test_workarounds.py` reproduces each defect of JAX that is worked around, and fails once JAX
-has mended it.
+No module of JAX is re-exported, and nothing is imported from `jax._src`. `tests/core/test_workarounds.py` reproduces
+each defect of JAX that is worked around, and fails once JAX has fixed it.
 """
 
 from __future__ import annotations
@@ -109,7 +108,7 @@ class StagedEqns:
         return False
 
     def operations(self) -> Operations:
-        """Returns what they do. Operands are constants by their values, and others by their variables."""
+        """Returns their primitives, jaxprs and operands: the values of constants, the variables of others."""
         parts: list[Any] = []
         for frame, first in self._frames:
             consts = frame.constvar_to_val
@@ -163,7 +162,7 @@ def is_staged(array: object) -> bool:
 
 
 def traced_eqns() -> Iterator[Any]:
-    """Yields the eqns of the jaxpr that is being traced, from the last one; none where no jaxpr is (0.10.0 to 0.12.0).
+    """Yields the eqns of the jaxpr that is being traced, from the last one, or nothing without one (0.10.0 to 0.12.0).
 
     The operands of most of them are tracers.
     """
@@ -179,7 +178,7 @@ def _eqns_backwards(frame: Any, first: int = 0) -> Iterator[Any]:
     entries = frame.tracing_eqns
     for index in range(len(entries) - 1, first - 1, -1):
         entry = entries[index]
-        eqn = entry() if callable(entry) else entry  # 0.10.0 has functions here; both versions weak references, too
+        eqn = entry() if callable(entry) else entry  # functions (0.10.0) or weak references (both versions)
         if eqn is not None:
             yield eqn
 
@@ -255,7 +254,7 @@ def has_escaped(array: Any) -> bool:
         if not hasattr(trace, "parent_trace"):
             return True
         trace = trace.parent_trace
-    return False  # in `shard_map` a trace does not tell the one around it
+    return False  # in `shard_map` the enclosing trace is unknown
 
 
 def staged_under(array: Any) -> Any:
@@ -275,10 +274,7 @@ def staged_atom(array: Any) -> Any:
 
 
 def value_under_vmaps(array: Any) -> tuple[Any, tuple[Any, ...]]:
-    """Returns the variable of a staged value, or the array, that tracers of `jax.vmap` have, and its axis for each use.
-
-    (0.10.0 to 0.12.0)
-    """
+    """Returns the variable or array under the tracers of `jax.vmap`, and its axis at each level (0.10.0 to 0.12.0)."""
     dims: list[Any] = []
     trace: Any = find_top_trace(())
     while hasattr(trace, "parent_trace") and not hasattr(trace, "frame"):
@@ -290,7 +286,7 @@ def value_under_vmaps(array: Any) -> tuple[Any, tuple[Any, ...]]:
 
 
 def has_tangent(array: object) -> bool:
-    """Whether an array is a tracer of a derivative, the innermost of what traces it (0.10.0 to 0.12.0)."""
+    """Whether an array is itself a tracer of a derivative, not only wraps one (0.10.0 to 0.12.0)."""
     return _is_derivative_tracer(type(array))
 
 
@@ -310,7 +306,7 @@ def without_tangent(array: Any) -> Any:
 
 
 def derivative_order(array: Any) -> int:
-    """Returns how many derivatives are being taken by an array, under `jax.vmap` too (0.10.0 to 0.12.0)."""
+    """Returns how many derivatives are being taken with respect to an array, under vmaps too (0.10.0 to 0.12.0)."""
     order = 0
     while isinstance(array, Tracer):
         if _is_derivative_tracer(type(array)):
@@ -362,9 +358,9 @@ class VmapAxis:
         return aval.update(shape=shape, sharding=aval.sharding.update(spec=spec))
 
     def vmap(self, function: Callable[..., Any], in_axes: Sequence[Any], out_axes: Any = 0) -> Callable[..., Any]:
-        """Maps a function over the same axis, by the same name.
+        """Maps a function over this axis, with its name.
 
-        Where no argument is batched, the function is evaluated once with the name bound, and no result may be batched.
+        If no argument is batched, the function is evaluated once with the name bound, and no result may be batched.
         """
         axis = self._axis
         is_batched = any(dim is not None for dim in jax.tree_util.tree_leaves(in_axes, is_leaf=lambda x: x is None))
@@ -386,8 +382,8 @@ class VmapAxis:
 class _OwningPrimitive(Primitive):
     """A primitive whose params are freed with their eqns, and which may have a rule for `jax.linearize`.
 
-    JAX caches the types of results by the params of the eqn, and drops an entry early only if a jaxpr among these ends
-    (0.10.0 to 0.12.0). So there is an empty one.
+    JAX caches the types of results by the params of the eqn, and drops an entry early only when a jaxpr among them is
+    freed (0.10.0 to 0.12.0). So the params include an empty jaxpr.
     """
 
     linearize: Callable[..., Any] | None = None
@@ -438,8 +434,8 @@ def _without_owner(function: Callable[..., Any]) -> Callable[..., Any]:
 class PartialEvaluation:
     """One use of a primitive where some operands have no value, as under `jax.linear_transpose` (0.10.0 to 0.12.0).
 
-    JAX makes a jaxpr of what depends on those. It evaluates, and does not transpose, that of the body of a loop, so
-    that the jaxpr has to be right for both.
+    JAX stages what depends on these operands to a jaxpr, and transposes it, but evaluates that of the body of a loop.
+    So the jaxpr has to be right for both.
     """
 
     def __init__(self, trace: Any, primitive: Primitive) -> None:
@@ -461,7 +457,7 @@ class PartialEvaluation:
 
         Args:
           arrays: The arrays.
-          after: The eqn begins with what is computed from results of this primitive.
+          after: The primitive from whose results the enclosed operations compute the arrays.
         """
         eqns: dict[int, Any] = {}
         pending = list(arrays)
@@ -565,7 +561,8 @@ def make_primitive(
 
     def batch_rule(axis: Any, operands: Sequence[Any], dims: Sequence[Any], **params: Any) -> Any:
         use = VmapAxis(axis)
-        if all(dim is None for dim in dims) and not (may_use_axis_names and use.is_named):  # JAX calls it even so
+        # JAX calls the batching rule even when no operand is batched.
+        if all(dim is None for dim in dims) and not (may_use_axis_names and use.is_named):
             results = primitive.bind(*operands, **params)
             return results, [None] * len(results)
         return batch(use, operands, dims, **params)
@@ -576,12 +573,12 @@ def make_primitive(
         rule = _without_owner(transpose)
 
         def transpose_rule(cotangents: Sequence[Any], *operands: Any, **params: Any) -> list[Any]:
-            given = [None if isinstance(ct, ad.Zero) else ct for ct in cotangents]
+            cts = [None if isinstance(ct, ad.Zero) else ct for ct in cotangents]
             known = [None if ad.is_undefined_primal(x) else x for x in operands]
             returned: Sequence[Any] = [None] * len(operands)
-            if any(ct is not None for ct in given):
+            if any(ct is not None for ct in cts):
                 try:
-                    returned = rule(given, *known, **params)
+                    returned = rule(cts, *known, **params)
                 except Exception as error:
                     if on_transpose_error is not None:
                         on_transpose_error(error)
@@ -598,7 +595,7 @@ def make_primitive(
         drop = _without_owner(drop_results)
 
         def dce_rule(used: Sequence[bool], *rest: Any) -> tuple[list[bool], Any]:
-            eqn = rest[-1]  # after which operands are still read, in 0.12.0
+            eqn = rest[-1]  # 0.12.0 also passes, before it, which operands are still read
             if all(used):
                 return [True] * len(eqn.invars), eqn
             if not any(used):
@@ -638,7 +635,7 @@ def copy_array(array: Any) -> jax.Array:
 def has_transpose(primitive: Primitive) -> bool:
     """Whether JAX has a transposition rule for a primitive (0.10.0 to 0.12.0).
 
-    Those of primitives that add up in place, such as slices and `scan`, are in a table that is not public.
+    The rules of primitives that accumulate in place, such as slices and `scan`, are in a table that is not public.
     """
     return primitive in ad.primitive_transposes
 
@@ -651,7 +648,7 @@ def zeros_of(aval: Any) -> jax.Array:
 def shape_struct(aval: Any) -> jax.ShapeDtypeStruct:
     """Returns what `jax.make_jaxpr` and `jax.linear_transpose` take in place of an array of a type (0.10.0 to 0.12.0).
 
-    Zeros would be computed, and cannot be outside `shard_map` where the type is of an array inside.
+    Zeros would be computed, and outside `shard_map` they cannot have the type of an array inside.
     """
     sharding = None if aval.sharding.mesh.empty else aval.sharding
     return jax.ShapeDtypeStruct(aval.shape, aval.dtype, sharding=sharding, manual_axis_type=aval.manual_axis_type)
@@ -663,7 +660,7 @@ def dce_jaxpr(jaxpr: Any, used_outputs: Sequence[bool]) -> Any:
 
 
 def keeps_constants_apart() -> bool:
-    """Whether JAX hands a program's constants to its executable at every call (an option, off in 0.10.0 to 0.12.0).
+    """Whether JAX passes a program's constants to its executable at every call (an option, off in 0.10.0 to 0.12.0).
 
     Otherwise they are part of the lowered program.
     """
@@ -679,7 +676,7 @@ def eval_eqn(eqn: Any, operands: Sequence[Any]) -> Sequence[Any]:
 
 @contextlib.contextmanager
 def eqn_scope(eqn: Any) -> Generator[None]:
-    """Gives what is computed inside the names, the source line and the settings of an eqn (0.10.0 to 0.12.0)."""
+    """Gives operations inside the names, the source line and the settings of an eqn (0.10.0 to 0.12.0)."""
     source = eqn.source_info
     names = current_name_stack() + source.name_stack
     with user_context(source.traceback, name_stack=names), eqn.ctx.manager:
@@ -698,10 +695,10 @@ class _NoTraceback:
 
 @contextlib.contextmanager
 def record_source_lines() -> Generator[None]:
-    """Operations inside come from their own lines of code, even in a custom derivative (0.10.0 to 0.12.0).
+    """Records for operations inside their own lines of code, even in a custom derivative (0.10.0 to 0.12.0).
 
-    JAX says that those of `fwd` and `bwd` come from where the function was called. Taking tracebacks costs time, so
-    this is for a look at a program only.
+    JAX records for those of `fwd` and `bwd` the line of the call. Taking tracebacks costs time, so this is only for the
+    inspection of a program.
     """
     with user_context(_NoTraceback()):  # type: ignore[arg-type]
         yield
@@ -712,36 +709,36 @@ def eqn_source_line(eqn: Any) -> str:
     return summarize(eqn.source_info)
 
 
-def scan_sizes(equation: Any) -> tuple[int, int]:
+def scan_sizes(eqn: Any) -> tuple[int, int]:
     """Returns the numbers of constants and of carried values of a scan eqn (0.10.0 to 0.12.0).
 
     0.12.0 has them as a tree instead of two numbers.
     """
-    tree = equation.params.get("ft_in")
+    tree = eqn.params.get("ft_in")
     if tree is None:
-        return equation.params["num_consts"], equation.params["num_carry"]
-    consts, carry, _ = tree.update(range(len(equation.invars))).unpack()
+        return eqn.params["num_consts"], eqn.params["num_carry"]
+    consts, carry, _ = tree.update(range(len(eqn.invars))).unpack()
     return len(list(consts)), len(list(carry))
 
 
-def while_sizes(equation: Any) -> tuple[int, int]:
+def while_sizes(eqn: Any) -> tuple[int, int]:
     """Returns the numbers of constants of a while loop's condition and of its body (0.10.0 to 0.12.0)."""
-    return equation.params["cond_nconsts"], equation.params["body_nconsts"]
+    return eqn.params["cond_nconsts"], eqn.params["body_nconsts"]
 
 
-def jit_options(equation: Any) -> dict[str, Any]:
+def jit_options(eqn: Any) -> dict[str, Any]:
     """Returns the options of a `jit` eqn, for a function that returns a pair (0.10.0 to 0.12.0).
 
-    Donations are left out: JAX compiles a staged jaxpr as a whole, and may read a donated array again.
+    Donations are omitted: JAX compiles a staged jaxpr as a whole, and may read a donated array again.
 
     Args:
-      equation: A `jit` eqn.
+      eqn: A `jit` eqn.
 
     Returns:
       Keyword arguments of `jax.jit`, for a function of the eqn's operands. Its first result is a tuple of the eqn's
       results; nothing is known of the second.
     """
-    params = equation.params
+    params = eqn.params
 
     def placed(shardings: Sequence[Any], layouts: Sequence[Any]) -> tuple[Any, ...]:
         pairs = zip(shardings, layouts, strict=True)
@@ -756,25 +753,25 @@ def jit_options(equation: Any) -> dict[str, Any]:
     }
 
 
-def is_plain_jit(equation: Any) -> bool:
-    """Whether `jax.jit` has no shardings, layouts or compiler options."""
-    params = equation.params
+def is_plain_jit(eqn: Any) -> bool:
+    """Whether a `jit` eqn has no shardings, layouts or compiler options."""
+    params = eqn.params
     options = [*params["in_shardings"], *params["out_shardings"], *params["in_layouts"], *params["out_layouts"]]
     is_placed = any(x is not None and type(x).__name__ != "UnspecifiedValue" for x in options)  # 0.10.0 to 0.12.0
     return not (is_placed or params["compiler_options_kvs"])
 
 
-def platforms_of_branches(equation: Any) -> Sequence[tuple[str, ...] | None] | None:
+def platforms_of_branches(eqn: Any) -> Sequence[tuple[str, ...] | None] | None:
     """Returns the platforms of each branch of a `cond` eqn, `None` for a default branch (0.10.0 to 0.12.0).
 
     `None` for a `cond` that does not choose by the platform.
     """
-    return equation.params.get("branches_platforms")
+    return eqn.params.get("branches_platforms")
 
 
-def manual_axes(equation: Any) -> frozenset[str]:
-    """The mesh axes of a `shard_map` equation that are manual in its body (0.10.0, and under another name 0.12.0)."""
-    params = equation.params
+def manual_axes(eqn: Any) -> frozenset[str]:
+    """Returns the mesh axes of a `shard_map` eqn that are manual inside (0.10.0, and under another name 0.12.0)."""
+    params = eqn.params
     return params["manual_axes"] if "manual_axes" in params else params["newly_manual_axes"]
 
 
@@ -784,9 +781,9 @@ def manual_axes_here() -> Sequence[str]:
 
 
 def varying_axes(aval: Any) -> frozenset[str]:
-    """The manual mesh axes that a value varies over inside `shard_map(check_vma=True)`.
+    """Returns the manual mesh axes that a value varies over inside `shard_map(check_vma=True)`.
 
-    0.10.0 to 0.12.0 keep them in `manual_axis_type`; the older `.vma` is gone at both ends.
+    They are in `manual_axis_type` (0.10.0 to 0.12.0), which has replaced `.vma`.
     """
     manual = getattr(aval, "manual_axis_type", None)
     return frozenset() if manual is None else manual.varying
@@ -795,7 +792,7 @@ def varying_axes(aval: Any) -> frozenset[str]:
 def cotangent_sharding(aval: Any) -> Any:
     """Returns the sharding of a value's cotangent on explicit mesh axes (0.10.0 to 0.12.0).
 
-    As the value does, but for axes that the value is reduced over, and its cotangent is not yet, or the other way.
+    It is that of the value with `reduced` and `unreduced` axes swapped.
     """
     return aval.to_ct_aval().sharding
 
@@ -807,15 +804,15 @@ def memory_space(array: Any) -> Any:
 
 
 def make_jaxpr(function: Callable[..., Any], *args: Any) -> Any:
-    """The jaxpr of a function, with all that it consists of.
+    """Returns the jaxpr of a function, with the jaxprs of all its eqns.
 
-    With JAX_CUSTOM_VJP3 (0.12.0) a custom_vjp is one equation first, which is looked into by lowering.
+    With JAX_CUSTOM_VJP3 (0.12.0) a custom_vjp is one eqn at first, and only lowering shows the jaxpr inside.
     """
     return lower_jaxpr(jax.make_jaxpr(function)(*args))
 
 
 def lower_jaxpr(jaxpr: Any) -> Any:
-    """A jaxpr with all that it consists of, which has no custom derivatives then; see `make_jaxpr`."""
+    """Returns a jaxpr with the jaxprs of all its eqns; lowering drops custom derivatives. See `make_jaxpr`."""
     lower = getattr(partial_eval, "lower_jaxpr2", None)
     return jaxpr if lower is None or not jaxpr.jaxpr.is_high else lower(jaxpr)
 
@@ -833,17 +830,19 @@ def inner_jaxpr(eqn: Any) -> Any:
     )
 
 
-# XLA's own names, not promised to stay: no optimization, and no fusing of loops on the CPU. 0.10.0 to 0.10.2 know both,
-# 0.12.0 the first.
+# XLA's own names, not promised to stay: no optimization, one module on the CPU, and no fusing of loops there. 0.10.0 to
+# 0.10.2 know all three, 0.12.0 the first two.
+_SHORT: dict[str, Any] = {"xla_backend_optimization_level": 0, "xla_cpu_parallel_codegen_split_count": 1}
 _QUICK: list[dict[str, Any]] = [
-    {"xla_backend_optimization_level": 0, "xla_cpu_use_fusion_emitters": False},
+    {**_SHORT, "xla_cpu_use_fusion_emitters": False},
+    _SHORT,
     {"xla_backend_optimization_level": 0},
     {},
 ]
 
 
 def compile_quickly(lowered: jax.stages.Lowered) -> jax.stages.Compiled:
-    """Compiles a program that runs for less time than optimizing it takes: in a third of the usual time."""
+    """Compiles in a third of the usual time, for programs that run for less time than optimizing them takes."""
     for options in list(_QUICK[:-1]):
         try:
             return lowered.compile(compiler_options=options)
@@ -854,7 +853,7 @@ def compile_quickly(lowered: jax.stages.Lowered) -> jax.stages.Compiled:
 
 
 def compile_as_written(lowered: jax.stages.Lowered) -> jax.stages.Compiled:
-    """Compiles a program so that each operation is rounded to its dtype; XLA leaves that out between two otherwise."""
+    """Compiles a program so that each operation is rounded to its dtype; otherwise XLA may skip that between two."""
     try:
         return lowered.compile(compiler_options={"xla_allow_excess_precision": False})  # 0.10.0 and 0.12.0 know it
     except jax.errors.JaxRuntimeError:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar, cast
 import jax
 import numpy as np
 
-from jaxfn._observe import OBSERVATION
+from jaxfn._observe import OBSERVATION, record_perturbation_read
 from jaxfn._signature import InputNames
 from jaxfn._tree import is_array_leaf
 
@@ -18,7 +18,7 @@ _T = TypeVar("_T")
 
 
 class _Named:
-    """Has named values as attributes, before its class's own: `index`, `count` and `values` are good names."""
+    """A base class with named values as attributes, which shadow methods such as `index`, `count` and `values`."""
 
     _jaxfn_named: dict[str, Any]
 
@@ -45,9 +45,9 @@ class NeedsInputGrad(_Named, tuple[bool, ...]):
             try:
                 return super().__getitem__(key)
             except IndexError:
-                raise IndexError(
-                    f"ctx.needs_input_grad[{key}] is asked for, of {len(self)} inputs ({', '.join(self._jaxfn_named)})"
-                ) from None
+                names = ", ".join(self._jaxfn_named)
+                text = f"ctx.needs_input_grad[{key}] is out of range for {len(self)} inputs ({names})"
+                raise IndexError(text) from None
         if key not in self._jaxfn_named:
             raise KeyError(self._no_parameter(key))
         return self._jaxfn_named[key]
@@ -60,7 +60,7 @@ class NeedsInputGrad(_Named, tuple[bool, ...]):
 
 
 class SavedVariables(_Named, Mapping[str, Any]):
-    """The values that were saved by name: `saved["weight"]`, `saved.weight`, in the order given."""
+    """The values that were saved by name, in the order of saving: `saved["weight"]`, `saved.weight`."""
 
     def __init__(self, named: Mapping[str, Any], num_positional: int = 0) -> None:
         self._jaxfn_named = dict(named)
@@ -93,7 +93,7 @@ class SavedVariables(_Named, Mapping[str, Any]):
 class ContextState:
     """The part of a `FunctionCtx` that jaxfn reads, apart from the user's own attributes."""
 
-    # Class attributes are the defaults, so that making one for every call is cheap.
+    # Class attributes are the defaults, so that creating an instance for every call is cheap.
     read_needs_input_grad: bool = False
     num_outputs: int | None = None
     tensors: tuple[Any, ...] = ()
@@ -103,7 +103,7 @@ class ContextState:
     dirty: tuple[Any, ...] = ()
     materialize_grads: bool = True
     logged: Sequence[tuple[str, Any]] = ()
-    python_numbers: Sequence[Any] = ()  # inputs that would be arrays were they differentiated
+    python_numbers: Sequence[Any] = ()  # inputs that would be arrays if they were differentiated
 
     def __init__(self, names: InputNames, needs_input_grad: tuple[bool, ...]) -> None:
         self.names = names
@@ -156,15 +156,15 @@ class FunctionCtx:
     def __getattr__(self, name: str) -> Any:
         if name == "num_outputs":
             raise AttributeError("ctx.num_outputs is known once forward has returned: in setup_context and backward")
-        kept = ", ".join(vars(self)) or "none"
-        raise AttributeError(f"ctx has no attribute {name!r}: it was not set here or in forward (set: {kept})")
+        names = ", ".join(vars(self)) or "none"
+        raise AttributeError(f"ctx has no attribute {name!r}: it was not set here or in forward (set: {names})")
 
     def save_for_backward(self, *tensors: Any, **named: Any) -> None:
-        """Keeps arrays for `backward`; a second call replaces what the first one kept.
+        """Saves arrays for `backward`; a second call replaces those of the first.
 
         Args:
           *tensors: arrays (inputs, outputs or intermediates) or `None`, read back as `ctx.saved_tensors`.
-          **named: the same by name, read back as `ctx.saved_variables.name`; other Python values may be saved too.
+          **named: arrays or any other values by name, read back as `ctx.saved_variables.name`.
 
         Raises:
           TypeError: a positional argument is neither an array nor `None`.
@@ -189,9 +189,9 @@ class FunctionCtx:
         self._jaxfn.named = named
 
     def save_for_forward(self, *tensors: Any) -> None:
-        """Keeps arrays for `jvp`, which reads them as `ctx.saved_tensors`; a second call replaces what the first kept.
+        """Saves arrays for `jvp`, which reads them as `ctx.saved_tensors`; a second call replaces those of the first.
 
-        If it is not called, `jvp` reads what `save_for_backward` kept.
+        If it is not called, `jvp` reads the arrays of `save_for_backward`.
 
         Args:
           *tensors: arrays (inputs, outputs or intermediates) or `None`.
@@ -221,19 +221,20 @@ class FunctionCtx:
 
     @property
     def saved_tensors(self) -> tuple[Any, ...]:
-        """The values that `save_for_backward` kept: positional ones, then the named ones that are arrays or `None`."""
+        """The values that `save_for_backward` saved: positional ones, then the named ones that are arrays or `None`."""
         named = self._jaxfn.named.values()
         return self._jaxfn.tensors + tuple(value for value in named if value is None or is_array_leaf(value))
 
     @property
     def saved_variables(self) -> SavedVariables:
-        """The values that `save_for_backward` kept by name (R torch's form)."""
+        """The values that `save_for_backward` saved by name (R torch's form)."""
         return SavedVariables(self._jaxfn.named, len(self._jaxfn.tensors))
 
     @_Overridable
     def needs_input_grad(self) -> NeedsInputGrad:
         """Whether each input is being differentiated, by position and by parameter name."""
         self._jaxfn.read_needs_input_grad = True
+        record_perturbation_read()
         return NeedsInputGrad(self._jaxfn.needs_input_grad, self._jaxfn.names)
 
     @_Overridable
@@ -245,7 +246,7 @@ class FunctionCtx:
     def num_outputs(self) -> int:
         """The number of outputs that `forward` returned."""
         if self._jaxfn.num_outputs is None:
-            raise AttributeError  # what it says is up to __getattr__
+            raise AttributeError  # __getattr__ raises the message
         return self._jaxfn.num_outputs
 
     def mark_non_differentiable(self, *outputs: Any) -> None:
@@ -260,8 +261,8 @@ class FunctionCtx:
     def mark_dirty(self, *inputs: Any) -> None:
         """Declares that `forward` updates these inputs and returns their new values.
 
-        JAX arrays are immutable, so the caller's array keeps its value and the new one is the returned one. A
-        `jax.Ref` argument really is written in place and need not be returned.
+        JAX arrays are immutable: the caller's array is unchanged, and the returned one has the new value. A `jax.Ref`
+        argument is updated in place and need not be returned.
 
         Torch counterpart: `ctx.mark_dirty`.
         """
@@ -270,8 +271,8 @@ class FunctionCtx:
     def log(self, **values: Any) -> None:
         """Logs values for `jaxfn.logged()` around eager code, or `jaxfn.with_logs(f)` in any program.
 
-        Works in `forward`, `setup_context`, `backward` and `jvp`. Without either of them it does nothing and leaves
-        nothing in compiled programs. Logged values are not differentiated.
+        Works in `forward`, `setup_context`, `backward` and `jvp`. Outside `jaxfn.logged()` and `with_logs` it does
+        nothing and adds nothing to compiled programs. Logged values are not differentiated.
 
         Args:
           **values: arrays or Python numbers, by name.
@@ -311,6 +312,8 @@ class FunctionCtx:
         Torch counterpart: `ctx.set_materialize_grads`.
         """
         self._jaxfn.materialize_grads = value
+        if not value:
+            record_perturbation_read()
 
 
 def _check_saved(method: str, tensors: tuple[Any, ...], numbers: Sequence[Any]) -> None:
@@ -324,7 +327,7 @@ def _check_saved(method: str, tensors: tuple[Any, ...], numbers: Sequence[Any]) 
 
 
 class SavedNames(NamedTuple):
-    """The names of the values that a ctx keeps, in this order."""
+    """The names of the values on a ctx, in this order."""
 
     num_tensors: int
     named: tuple[str, ...]
@@ -343,7 +346,7 @@ def ctx_state(ctx: FunctionCtx) -> ContextState:
 
 
 def collect_saved(ctx: FunctionCtx) -> tuple[SavedNames, list[Any]]:
-    """Returns everything that a ctx keeps for `backward` and `jvp`, and its names."""
+    """Returns the names and the values of everything on a ctx for `backward` and `jvp`."""
     state, attributes = ctx_state(ctx), vars(ctx)
     for_forward = state.for_forward
     num_for_forward = None if for_forward is None else len(for_forward)
@@ -352,7 +355,7 @@ def collect_saved(ctx: FunctionCtx) -> tuple[SavedNames, list[Any]]:
 
 
 def restore_ctx(state: ContextState, names: SavedNames, values: Iterable[Any]) -> FunctionCtx:
-    """Returns a ctx that has what `collect_saved` returned of another one."""
+    """Returns a ctx with the names and values that `collect_saved` returned."""
     values = iter(values)
     ctx = FunctionCtx(state)
     state.tensors = tuple(islice(values, names.num_tensors))
@@ -366,6 +369,6 @@ def restore_ctx(state: ContextState, names: SavedNames, values: Iterable[Any]) -
 
 
 def use_saved_for_forward(state: ContextState) -> None:
-    """Makes `saved_tensors` the values that `jvp` should read."""
+    """Sets `saved_tensors` to the values that `jvp` should read."""
     if state.for_forward is not None:
         state.tensors, state.named = state.for_forward, {}

@@ -1,8 +1,8 @@
 """Errors of the user's methods: where they come from, and hints about what is probably wrong.
 
 None of this runs in a call that succeeds. Someone new from torch writes `x.add_(1)`, `dim=0` or `if x.sum() > 0`. The
-errors of Python and JAX name neither the Function nor the fix, so both are added to the message. The error stays the
-same object of the same class, so that code which catches it still does.
+errors of Python and JAX name neither the Function nor the fix, so both are added to the message. The error itself is
+raised again, so that code which catches its class still works.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import re
 import textwrap
 import traceback
 from collections.abc import Callable, Sequence
+from operator import is_
 from pathlib import Path
 from types import TracebackType
 from typing import Any, cast
@@ -29,7 +30,7 @@ _OWN_FOLDER = str(Path(__file__).parent / "_")[:-1]  # ends with the separator, 
 
 
 def hide_own_frames(error: Exception) -> None:
-    """Removes jaxfn's own frames from an error's traceback, unless `JAX_TRACEBACK_FILTERING=off` keeps all frames."""
+    """Removes jaxfn's own frames from an error's traceback, unless `JAX_TRACEBACK_FILTERING` is "off"."""
     if cast(Any, jax.config).jax_traceback_filtering == "off":
         return
     entries: list[TracebackType] = []
@@ -45,7 +46,7 @@ def hide_own_frames(error: Exception) -> None:
 
 
 def source_location(function: Callable[..., Any]) -> str | None:
-    """Returns where a function was written, "file:line"; `None` if it does not tell."""
+    """Returns the location of a function, "file:line"; `None` if it has no code object."""
     code = getattr(inspect.unwrap(function), "__code__", None)
     return None if code is None else f"{code.co_filename}:{code.co_firstlineno}"
 
@@ -71,48 +72,98 @@ def _returns(node: ast.AST) -> bool:
 
 # Methods of torch's tensors that JAX's arrays lack, if the name alone does not tell what replaces them.
 _REPLACEMENTS = {
+    "addmm": "write y + a @ b",
     "backward": "derivatives are taken around a function: jax.grad(f)(x), and jax.vjp(f, x) inside a Function",
     "bmm": "write x @ y",
     "bool": "write x.astype(bool)",
+    "chunk": "write jnp.array_split(x, count, axis)",
+    "clamp": "write jnp.clip(x, low, high)",
+    "clamp_max": "write jnp.minimum(x, high)",
+    "clamp_min": "write jnp.maximum(x, low)",
     "clone": "arrays are immutable, and none has to be copied: leave it out",
     "contiguous": "arrays have no memory layout: omit it",
     "cpu": "write jax.device_put(x, device), outside the Function",
     "cuda": "write jax.device_put(x, device), outside the Function",
+    "data": "write jax.lax.stop_gradient(x)",
     "detach": "write jax.lax.stop_gradient(x)",
     "dim": "write x.ndim",
+    "div": "write x / y",
     "double": "write x.astype(jnp.float64)",
+    "eq": "write x == y",
     "expand": "write jnp.broadcast_to(x, shape)",
     "expand_as": "write jnp.broadcast_to(x, y.shape)",
     "float": "write x.astype(jnp.float32)",
     "gather": "write jnp.take_along_axis(x, indices, axis)",
+    "ge": "write x >= y",
+    "ger": "write jnp.outer(x, y)",
+    "grad": "jax.grad(f)(x) returns the gradient",
+    "gt": "write x > y",
     "half": "write x.astype(jnp.float16)",
+    "index_add": "write x.at[indices].add(values)",
+    "index_select": "write jnp.take(x, indices, axis)",
     "int": "write x.astype(jnp.int32)",
+    "inverse": "write jnp.linalg.inv(x)",
+    "is_complex": "write jnp.iscomplexobj(x)",
+    "is_cuda": "write x.devices(), outside the Function",
+    "is_floating_point": "write jnp.issubdtype(x.dtype, jnp.floating)",
+    "le": "write x <= y",
+    "lerp": "write x + weight * (y - x)",
     "long": "write x.astype(int)",
+    "lt": "write x < y",
     "masked_fill": "write jnp.where(mask, value, x)",
+    "masked_select": "write x[mask], where JAX is not tracing",
     "mm": "write x @ y",
+    "movedim": "write jnp.moveaxis(x, source, destination)",
+    "mul": "write x * y",
+    "mv": "write x @ y",
+    "narrow": "write jax.lax.dynamic_slice_in_dim(x, start, length, axis)",
+    "ndimension": "write x.ndim",
+    "ne": "write x != y",
+    "neg": "write -x",
+    "nelement": "write x.size",
+    "new_empty": "write jnp.zeros(shape, x.dtype)",
+    "new_full": "write jnp.full(shape, value, x.dtype)",
     "new_ones": "write jnp.ones(shape, x.dtype)",
+    "new_tensor": "write jnp.array(values, x.dtype)",
     "new_zeros": "write jnp.zeros(shape, x.dtype)",
     "numel": "write x.size",
     "numpy": "write np.asarray(x), where JAX is not tracing",
     "permute": "write x.transpose(axes)",
     "requires_grad": "ctx.needs_input_grad says which inputs are being differentiated",
     "requires_grad_": "jax.grad differentiates by a function's arguments, and nothing has to be marked: leave it out",
+    "repeat_interleave": "write jnp.repeat(x, repeats, axis)",
+    "reshape_as": "write x.reshape(y.shape)",
     "scatter": "write jnp.put_along_axis(x, indices, values, axis, inplace=False)",
+    "scatter_add": "write x.at[...].add(values)",
     "select": "write jnp.take(x, index, axis)",
-    "split": "write jnp.split(x, places, axis), which takes places to cut at, or a number of parts, and no sizes",
+    "sgn": "write jnp.sign(x)",
+    "split": "write jnp.split(x, indices, axis), which takes the indices to split at, or a number of parts, not sizes",
+    "sub": "write x - y",
     "t": "write x.T",
+    "take_along_dim": "write jnp.take_along_axis(x, indices, axis)",
     "to": "write x.astype(dtype), or jax.device_put(x, device) outside the Function",
+    "topk": "write jax.lax.top_k(x, k), along the last axis",
     "type": "write x.astype(dtype)",
     "type_as": "write x.astype(y.dtype)",
+    "unbind": "write jnp.unstack(x, axis=axis)",
     "unsqueeze": "write jnp.expand_dims(x, axis)",
+    "view_as": "write x.reshape(y.shape)",
     "where": "write jnp.where(condition, x, y)",
 }
-_KEYWORDS = {"dim": "axis", "keepdim": "keepdims"}
+_KEYWORDS = {"dim": "axis", "keepdim": "keepdims", "unbiased": "correction (1 for True, 0 for False)"}
+# Methods that JAX's arrays have too: part of an error's message, the call on the line that raised it, and the hint.
+_OTHER_METHODS = (
+    ("array.view()", ".view(", "view(dtype) is about the bits of an array in JAX; write x.reshape(shape)"),
+    ("as a data type", ".view(", "view(dtype) is about the bits of an array in JAX; write x.reshape(shape)"),
+    ("'int' object is not callable", ".size(", "x.size is the number of elements in JAX; write x.shape, or x.shape[0]"),
+    ("transpose permutation", ".transpose(", "transpose takes all axes in JAX; write jnp.swapaxes(x, first, second)"),
+    ("'order' argument", ".flatten(", "flatten takes no axis in JAX; write x.reshape(*x.shape[:axis], -1)"),
+)
 _UNKNOWN_KEYWORD = re.compile(r"^_?(\w+)\(\) got an unexpected keyword argument '(\w+)'")
 _CTX = re.compile(r"\bFunctionCtx\b(?!\.)")  # its methods' own errors begin with "FunctionCtx.name()"
-# Messages of ctx itself, which has no hint to add but does not know whose ctx it is.
+# Messages of ctx itself. They need no hint, but the name of the Function, which ctx does not know.
 _BY_CTX = ("save_for_backward can only save", "save_for_forward can only save", "ctx.log(...):")
-_FUNCTIONS = ((jnp, "jnp"), (jax.nn, "jax.nn"), (jax.lax, "jax.lax"))
+_FUNCTIONS = ((jnp, "jnp"), (jax.nn, "jax.nn"), (jnp.linalg, "jnp.linalg"), (jax.lax, "jax.lax"))
 
 
 def add_hint(error: Exception, function_name: str, method: str, function: Callable[..., Any], ctx: Any = None) -> None:
@@ -139,27 +190,26 @@ def _hint(error: Exception, method: str, ctx: Any) -> str | None:
     for start, hint in _HINTS.items():
         if text.startswith(start):
             return hint
-    if isinstance(error, AttributeError):
-        return _hint_for_missing(error.name) if error.name and is_jax_type(type(error.obj)) else None
+    if isinstance(error, AttributeError) and error.name and is_jax_type(type(error.obj)):
+        return _hint_for_missing(error.name)
     if isinstance(error, (jax.errors.ConcretizationTypeError, jax.errors.TracerIntegerConversionError)):
-        return _ASKS_FOR_VALUE
+        return _READS_VALUE
     if isinstance(error, jax.errors.TracerArrayConversionError):
-        return "NumPy cannot compute with what JAX traces. Use jax.numpy in its place"
+        return "NumPy cannot compute with what JAX traces. Use jax.numpy instead"
     hint = _hint_for_type_error(text) if isinstance(error, TypeError) else None
     if hint is not None:
         return hint
-    if ("array.view()" in text or "as a data type" in text) and any(".view(" in line for line in _lines(error)):
-        return "view(dtype) is about the bits of an array in JAX; write x.reshape(shape)"
-    if ctx and "saved_" in _last_line_outside_jax(error):
-        if isinstance(error, (ValueError, IndexError)) and ("values to unpack" in text or "index out of range" in text):
-            return _hint_for_number(method, ctx)
-        if isinstance(error, TypeError) and ("tuple" in text or "sequence" in text):
-            return "ctx.saved_tensors is a tuple: write (x,) = ctx.saved_tensors, or ctx.saved_tensors[0]"
-    return None
+    line, variables = _last_line_outside_jax(error)
+    for part, call, hint in _OTHER_METHODS:
+        if part in text and call in line:
+            return hint
+    if ctx and "saved_" in line and isinstance(error, (ValueError, IndexError)):
+        return _hint_for_number(method, ctx) if "values to unpack" in text or "index out of range" in text else None
+    return _hint_for_tuple(line, variables, ctx) if ctx and ("tuple" in text or "sequence" in text) else None
 
 
-_ASKS_FOR_VALUE = (
-    "the value of an array is asked for (by if, while, float(...), .item() or an index), and it has none while JAX "
+_READS_VALUE = (
+    "the value of an array is read (by if, while, float(...), .item() or an index), and it has none while JAX "
     "traces. Compute with jnp.where, jax.lax.cond or jax.lax.while_loop, or pass a Python value, which is static"
 )
 # By the start of a message.
@@ -175,14 +225,14 @@ _HINTS = {
         "a derivative goes through an operation that has none, such as a Pallas kernel. Make that operation a "
         "separate Function with a backward, and call its apply here"
     ),
-    "Shapes must be 1D sequences of concrete values": _ASKS_FOR_VALUE,
+    "Shapes must be 1D sequences of concrete values": _READS_VALUE,
 }
 
 
 def add_numpy_hint(error: Exception, function_name: str, names: InputNames, inputs: Sequence[object]) -> None:
-    """Adds which inputs were NumPy scalars, and so arrays, to the message of an error that has `_ASKS_FOR_VALUE`."""
+    """Names the inputs that were NumPy scalars, and so arrays, in the message of an error with `_READS_VALUE`."""
     text = vars(error).get("_jaxfn_text", "")
-    if text.startswith(f"In {function_name}.forward: ") and _ASKS_FOR_VALUE in text:
+    if text.startswith(f"In {function_name}.forward: ") and _READS_VALUE in text:
         message, *others = error.args
         for index, value in enumerate(inputs):
             if isinstance(value, np.generic):
@@ -203,15 +253,14 @@ def _hint_for_missing(name: str) -> str | None:
     return None
 
 
-def _lines(error: Exception) -> list[str]:
-    """Returns the lines of code on an error's traceback, the one that raised it last; empty without source."""
-    return [frame.line or "" for frame in traceback.extract_tb(error.__traceback__)]
-
-
-def _last_line_outside_jax(error: Exception) -> str:
-    frames = traceback.extract_tb(error.__traceback__)
-    lines = [frame.line or "" for frame in frames if not frame.filename.startswith(_FOLDER_OF_JAX)]
-    return lines[-1] if lines else ""
+def _last_line_outside_jax(error: Exception) -> tuple[str, dict[str, Any]]:
+    """Returns an error's last line of code outside JAX, empty without source, and the variables there."""
+    frames = list(traceback.walk_tb(error.__traceback__))
+    own = [i for i, (frame, _) in enumerate(frames) if not frame.f_code.co_filename.startswith(_FOLDER_OF_JAX)]
+    if not own:
+        return "", {}
+    lines = traceback.extract_tb(error.__traceback__)
+    return lines[own[-1]].line or "", frames[own[-1]][0].f_locals
 
 
 def _hint_for_type_error(text: str) -> str | None:
@@ -229,6 +278,18 @@ def _hint_for_type_error(text: str) -> str | None:
     return None
 
 
+def _hint_for_tuple(line: str, variables: dict[str, Any], ctx: Any) -> str | None:
+    """Returns the hint for the tuple of saved arrays, or a variable that is that tuple, used as an array."""
+    saved = ctx.saved_tensors
+    names = [name for name, x in variables.items() if type(x) is tuple and len(x) == len(saved) > 0]
+    names = [name for name in names if all(map(is_, variables[name], saved))]
+    if not names and "saved_" not in line:
+        return None
+    name = names[0] if names else "x"
+    unpacked = f"({name},)" if len(saved) == 1 else f"({name}, ...)"
+    return f"ctx.saved_tensors is a tuple: write {unpacked} = ctx.saved_tensors, or ctx.saved_tensors[0]"
+
+
 def _hint_for_number(method: str, ctx: Any) -> str:
     num_saved = len(ctx.saved_tensors)
     if num_saved:
@@ -241,28 +302,30 @@ def _hint_for_number(method: str, ctx: Any) -> str:
 def signature_error(
     error: TypeError, function_name: str, method: str, function: Callable[..., Any], args: Sequence[object]
 ) -> TypeError | None:
-    """Returns the error to raise in place of one by a call of a method, if it cannot take these arguments."""
+    """Returns a better error for the call of a method that cannot take these arguments; `None` if it can."""
     code = getattr(inspect.unwrap(function), "__code__", None)
     frames = traceback.walk_tb(error.__traceback__)
-    if any(frame.f_code is code for frame, _ in frames):  # a decorator has called it with others
+    if any(frame.f_code is code for frame, _ in frames):  # it was entered, perhaps by a decorator with other arguments
         return None
     try:
         signature = inspect.signature(function)
-    except ValueError:  # a built-in, which does not say
+    except ValueError:  # a built-in without a signature
         return None
     if fits(signature, args, {}):
         return None
     names, num_others = list(signature.parameters), len(args) - 1
     outputs = "outputs" if getattr(args[0], "num_outputs", 0) != 1 else "output"
-    given, pattern = {
+    passed, pattern = {
         "backward": (f"ctx and the gradients of {num_others} {outputs}", "backward(ctx, *grad_outputs)"),
         "jvp": (f"ctx and the tangents of {num_others} inputs", "jvp(ctx, *tangents)"),
         "setup_context": ("ctx, the inputs and the output", "setup_context(ctx, inputs, output)"),
     }[method]
-    if names and names[0] == "self":
+    if method == "backward" and isinstance(args[1], list):
+        hint = "forward returned a list, which is one output: return a tuple of the outputs"
+    elif names and names[0] == "self":
         hint = f"A Function has no instances: make it a static method, {pattern}, without self"
     elif len(names) == num_others:
         hint = f"Its first parameter, {names[0]!r}, is taken for the ctx: write {pattern}"
     else:
         hint = f"Write {pattern}"
-    return TypeError(f"{function_name}.{method}{signature} cannot take what it is called with, {given}. {hint}.")
+    return TypeError(f"{function_name}.{method}{signature} cannot take what it is called with, {passed}. {hint}.")

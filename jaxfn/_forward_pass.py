@@ -51,7 +51,7 @@ class CallSpec:
 
     @property
     def may_capture_tracers(self) -> bool:
-        """Whether `forward` may use other tracers than the array leaves: in a closure, or in an object it is passed."""
+        """Whether `forward` may use tracers other than the array leaves: in a closure, or in an object it is passed."""
         return self.inputs.has_objects or self.methods.may_capture_tracers
 
     def scope(self, method: str) -> Any:
@@ -59,13 +59,13 @@ class CallSpec:
         return jax.named_scope(f"{self.name}.{method}")
 
     def check_no_perturbed_refs(self, perturbed: Sequence[bool]) -> None:
-        """Raises if a reference itself is being differentiated, whose derivative would silently be lost."""
+        """Raises if a reference itself is being differentiated, since its derivative would be dropped silently."""
         for index, is_ref, is_perturbed in zip(self.inputs.per_leaf(), self.inputs.are_refs, perturbed, strict=True):
             if is_ref and is_perturbed:
                 raise NotImplementedError(
-                    f"{self.name}: {self.inputs.names.describe(index)} is a jax.Ref that was made inside the function "
-                    "being differentiated. What a Function reads from or writes to it would have no derivative. Make "
-                    "the Ref outside, or return the value instead of writing it."
+                    f"{self.name}: {self.inputs.names.describe(index)} is a jax.Ref that was created inside the "
+                    "function being differentiated. What a Function reads from or writes to it would have no "
+                    "derivative. Create the Ref outside, or return the value instead of writing it."
                 )
 
 
@@ -74,17 +74,17 @@ class ResidualSource(NamedTuple):
 
     Attributes:
       kind: "input", "output" or "intermediate".
-      place: Its index among those.
-      is_packed: Whether it passes the saved-tensor hooks.
+      idx: Its index among the arrays of that kind.
+      is_packed: Whether saved-tensor hooks pack it.
     """
 
     kind: str
-    place: int
+    idx: int
     is_packed: bool
 
 
 class SavedSpec(NamedTuple):
-    """The static part of what a ctx keeps for `backward` and `jvp`.
+    """The static part of the values that a ctx stores for `backward` and `jvp`.
 
     A saved input or output is not stored again: the residual *is* that input or output, and has its derivative. An
     intermediate has the derivative of the operations that computed it.
@@ -93,7 +93,7 @@ class SavedSpec(NamedTuple):
       names: The names of the values.
       trees: The tree spec of each value.
       sources: The origin of each residual.
-      order: For each array leaf of the values, which residual it is.
+      order: For each array leaf of the values, the index of its residual.
     """
 
     names: SavedNames
@@ -101,9 +101,9 @@ class SavedSpec(NamedTuple):
     sources: list[ResidualSource]
     order: list[int]
 
-    def leaf_of(self, kind: str, place: int) -> int:
+    def leaf_of(self, kind: str, index: int) -> int:
         """Returns the index of the first array leaf that has this origin."""
-        return next(i for i, residual in enumerate(self.order) if self.sources[residual][:2] == (kind, place))
+        return next(i for i, residual in enumerate(self.order) if self.sources[residual][:2] == (kind, index))
 
     def residual_names(self) -> list[str]:
         """Returns, for each residual, the names under which it was saved."""
@@ -128,14 +128,14 @@ class ForwardPass:
       seen_flags: The `ctx.needs_input_grad` of `forward`, for each array leaf.
       perturbed: The `ctx.needs_input_grad` of `backward`, for each array leaf.
       reads_flags: Whether `forward` read `ctx.needs_input_grad`.
-      materialize_grads: What `ctx.set_materialize_grads` was given.
+      materialize_grads: The argument of `ctx.set_materialize_grads`.
       hooks: The saved-tensor hooks that were active at the call.
-      packed: What unpacks the residuals, under hooks.
-      saved: What the ctx keeps.
+      packed: The static part of packed residuals, under hooks.
+      saved: The static part of the values on ctx.
       captures_arrays: Whether arrays are in closures or objects on ctx, where they have no derivative.
-      rule_captures: The tracers that `backward` and `jvp` capture. Their present values are the first residuals.
+      derivative_captures: The tracers that `backward` and `jvp` capture. Their present values are the first residuals.
       program: A weak reference to the trace in which `forward` ran; `None` if it ran eagerly.
-      operations: What `forward` staged there, if it may have to run again.
+      operations: The operations that `forward` staged there, if it may have to run again.
       outputs: The structure of the outputs.
       input_avals, output_avals: The types of the array leaves. (Arrays would leak their tracers into `backward`.)
       stopped: The variables of the inputs of `forward` (after `stop`) in the jaxpr being traced.
@@ -152,7 +152,7 @@ class ForwardPass:
     packed: PackedResiduals | None
     saved: SavedSpec
     captures_arrays: bool
-    rule_captures: Sequence[Any]
+    derivative_captures: Sequence[Any]
     program: Any
     operations: Operations
     outputs: OutputSpec
@@ -178,24 +178,24 @@ class ForwardPass:
     @property
     def saves_inputs(self) -> bool:
         """Whether all inputs that have a derivative are saved."""
-        saved = {source.place for source in self.saved.sources if source.kind == "input"}
+        saved = {source.idx for source in self.saved.sources if source.kind == "input"}
         return all(i in saved for i, aval in enumerate(self.input_avals) if is_inexact(aval.dtype))
 
     def residuals(
         self, inputs: Sequence[Any], outputs: Sequence[Any], intermediates: Sequence[Any], captured: Sequence[Any]
     ) -> tuple[ForwardPass, list[Any]]:
-        """Returns the arrays to keep for `backward` and `jvp`, and the forward pass that can read them."""
+        """Returns the arrays to save for `backward` and `jvp`, and the forward pass that can read them."""
         arrays = {"input": inputs, "output": outputs, "intermediate": intermediates}
-        kept = [arrays[source.kind][source.place] for source in self.saved.sources]
+        saved = [arrays[source.kind][source.idx] for source in self.saved.sources]
         if self.hooks is None:
-            return self, [*captured, *kept]
+            return self, [*captured, *saved]
         with self.spec.scope("forward"):
-            packed, kept = pack(self.spec.name, self.hooks, [s.is_packed for s in self.saved.sources], kept)
-        return replace(self, packed=packed), [*captured, *kept]
+            packed, saved = pack(self.spec.name, self.hooks, [s.is_packed for s in self.saved.sources], saved)
+        return replace(self, packed=packed), [*captured, *saved]
 
     def _restore_ctx(self, residuals: Sequence[Any]) -> tuple[ContextState, FunctionCtx, dict[int, Any]]:
-        """Returns the ctx as `forward` left it, and the present values of what the rules capture, by identity."""
-        captured = {id(x): value for x, value in zip(self.rule_captures, residuals, strict=False)}
+        """Returns the ctx as `forward` left it, and the present values of captured tracers by their `id`."""
+        captured = {id(x): value for x, value in zip(self.derivative_captures, residuals, strict=False)}
         residuals = residuals[len(captured) :]
         if self.packed is not None:
             residuals = self.packed.unpack(residuals)
@@ -211,7 +211,7 @@ class ForwardPass:
         """Calls the user's `backward`.
 
         Args:
-          residuals: What `residuals` returned.
+          residuals: The arrays that `residuals` returned.
           cotangents: One for each array leaf of the outputs, `None` for zero.
 
         Returns:
@@ -243,7 +243,7 @@ class ForwardPass:
         """Calls the user's `jvp`.
 
         Args:
-          residuals: What `residuals` returned.
+          residuals: The arrays that `residuals` returned.
           tangents: One for each array leaf of the inputs, `None` for zero.
 
         Returns:
@@ -256,8 +256,8 @@ class ForwardPass:
         with spec.scope("jvp"):
             state, ctx, captured = self._restore_ctx(residuals)
             use_saved_for_forward(state)
-            given = input_tangents(tangents, spec.inputs, self.input_avals, self.materialize_grads)
-            returned = methods.jvp(ctx, given, captured)
+            user_tangents = input_tangents(tangents, spec.inputs, self.input_avals, self.materialize_grads)
+            returned = methods.jvp(ctx, user_tangents, captured)
             try:
                 results = output_tangents(spec.name, returned, self.outputs, self.output_avals)
             except (RuntimeError, TypeError) as error:
@@ -272,7 +272,7 @@ class ForwardPass:
             rule = partial(self._observed, method)
         try:
             is_captured = self.captures_arrays and self._ctx_captures(is_staged)
-            if not ((is_captured or self.spec.methods.rules_capture_staged()) and self._has_ended()):
+            if not ((is_captured or self.spec.methods.derivatives_capture_staged()) and self._has_ended()):
                 return rule(residuals, vectors)
             args = list(residuals), list(vectors)
             closed, shapes = jax.make_jaxpr(rule, return_shape=True)(*args)
@@ -287,9 +287,9 @@ class ForwardPass:
         return self.program is not None and self.program() not in staging_traces()
 
     def check_program(self, method: str, consts: Sequence[Any]) -> None:
-        """Raises if one of the arrays that a method used is of a program that has ended.
+        """Raises if an array that a method used belongs to a trace that has ended.
 
-        JAX takes a tracer of such a program for a constant, and fails when it compiles that.
+        To JAX, such a tracer is a constant, and compiling it fails.
         """
         if self._has_ended() and any(map(is_staged, consts)):
             raise self._escaped_tracer_error(method)
@@ -301,10 +301,10 @@ class ForwardPass:
         )
 
     def captured_by_ctx(self) -> str:
-        """Returns the message for an array that ctx captures, needed in another trace or differentiated."""
+        """Returns the message for an array in an object on ctx, needed in another trace or differentiated."""
         who = f"{self.spec.name} takes a jax.Ref and" if self.spec.inputs.has_refs else f"{self.spec.name}.forward"
         return (
-            f"{who} keeps a JAX array inside a closure or an object on ctx, which has no derivative. Save "
+            f"{who} stores a JAX array inside a closure or an object on ctx, which has no derivative. Save "
             "the array itself: ctx.save_for_backward(array), or ctx.name = array."
         )
 
@@ -312,10 +312,10 @@ class ForwardPass:
         return any(tree.captures_arrays(are_sought) for tree in self.saved.trees)
 
     def _observed(self, method: str, residuals: Sequence[Any], vectors: Sequence[Any]) -> list[jax.Array | None]:
-        """Calls `backward` or `jvp` so that what it reads, and for `Observation.VALUES` all else, is labelled."""
+        """Calls `backward` or `jvp` with labels on its residuals and, for `Observation.VALUES`, on all its arrays."""
         name = self.spec.name
         rule = self._backward if method == "backward" else self._jvp
-        first = len(self.rule_captures)
+        first = len(self.derivative_captures)
         residuals = [*residuals[:first], *label_arrays(residuals[first:], self._residual_labels(method))]
         if OBSERVATION.value is Observation.RESIDUALS:
             return rule(residuals, vectors)
@@ -335,7 +335,7 @@ class ForwardPass:
         )
 
     def _residual_labels(self, method: str) -> list[Label]:
-        """Returns a label for each array that is kept."""
+        """Returns a label for each residual, or for each array of its packed form."""
         counts = [1] * len(self.saved.sources) if self.packed is None else [t.num_arrays for t in self.packed.trees]
         labels: list[Label] = []
         for source, name, count in zip(self.saved.sources, self.saved.residual_names(), counts, strict=True):
@@ -343,11 +343,11 @@ class ForwardPass:
         return labels
 
     def label_results(self, outputs: list[Any], intermediates: list[Any]) -> tuple[list[Any], list[Any]]:
-        """Labels what `forward` made."""
+        """Labels the outputs and the saved intermediates of `forward`."""
         names = [""] * len(intermediates)
         for source, name in zip(self.saved.sources, self.saved.residual_names(), strict=True):
             if source.kind == "intermediate":
-                names[source.place] = name
+                names[source.idx] = name
         function = self.spec.name
         return (
             label_present(outputs, function, "forward", "output", self._output_names()),
@@ -414,15 +414,17 @@ def _run_forward(
     spec: CallSpec, arrays: Sequence[Any], seen_flags: tuple[bool, ...], hooks: Hooks | None
 ) -> ForwardResult:
     eqns = StagedEqns()
-    captured_before = spec.methods.rule_captures()
+    captured_before = spec.methods.derivative_captures()
     with spec.scope("forward"):
         state, ctx, returned = call_forward(spec, arrays, seen_flags)
         if any(seen_flags):
             _check_python_numbers(spec, arrays, seen_flags, returned.spec)
     outputs = returned.arrays
     if eqns.make_refs() and not spec.may_capture_tracers:
-        outputs = stop(outputs)  # to JAX, what is read from a reference has a derivative
+        outputs = stop(outputs)  # values read from a reference have a derivative in JAX
     saved, intermediates = _save(ctx, arrays, returned.originals, hooks)
+    # A tracer that was not captured before `forward` ran was stored outside ctx by it.
+    captured = [x for x in spec.methods.derivative_captures() if any(x is y for y in captured_before)]
     forward_pass = ForwardPass(
         spec,
         seen_flags,
@@ -433,9 +435,7 @@ def _run_forward(
         None,
         saved,
         any(tree.captures_arrays() for tree in saved.trees),
-        [
-            x for x in spec.methods.rule_captures() if any(x is y for y in captured_before)
-        ],  # others were stored outside ctx
+        captured,
         eqns.program,
         eqns.operations() if intermediates else NO_OPERATIONS,
         returned.spec,
@@ -468,7 +468,7 @@ def call_forward(
     if state.dirty and check_dirty(spec.name, state, arrays, returned.arrays):
         methods.warn_of_dirty()
     if state.non_differentiable:
-        marked = non_differentiable_outputs(spec.name, state, arrays, returned.originals)
+        marked = non_differentiable_outputs(spec.name, state, arrays, returned.originals, methods.warn_once)
         returned = returned._replace(spec=OutputSpec(returned.spec.container, returned.spec.trees, marked))
     if state.logged:
         returned = returned._replace(arrays=emit_logs(spec.name, "forward", state.logged, returned.arrays))
@@ -501,13 +501,13 @@ def _check_python_numbers(
 
     try:
         jax.eval_shape(forward, [arrays[i] for i in indices])
-    except Exception as error:  # of any kind, where code takes no tracers
-        places = " and ".join(f"output {i} ({number!r})" for i, number in numbers.items())
-        raise TypeError(_PYTHON_NUMBER.format(name=spec.name, places=places)) from error
+    except Exception as error:  # code that needs concrete values may raise anything
+        outputs_text = " and ".join(f"output {i} ({number!r})" for i, number in numbers.items())
+        raise TypeError(_PYTHON_NUMBER.format(name=spec.name, outputs=outputs_text)) from error
 
 
 _PYTHON_NUMBER = (
-    "{name}.forward returned a Python number as {places}, which it seems to compute from an input that is being "
+    "{name}.forward returned a Python number as {outputs}, which it seems to compute from an input that is being "
     "differentiated. A Python number has no derivative. Return the array, without float(...) or .item(); if it is to "
     "have no derivative, mark it with ctx.mark_non_differentiable(...)."
 )
@@ -516,7 +516,7 @@ _PYTHON_NUMBER = (
 def _save(
     ctx: FunctionCtx, inputs: Sequence[Any], outputs: Sequence[Any], hooks: Hooks | None
 ) -> tuple[SavedSpec, list[jax.Array]]:
-    """Returns what a ctx keeps, and the intermediates among it."""
+    """Returns the static part of the values on a ctx, and the intermediates among their arrays."""
     names, values = collect_saved(ctx)
     known = {id(x): ("input", i) for i, x in enumerate(inputs)}
     identity: ArrayIdentity | None = None
@@ -548,5 +548,5 @@ def _save(
 
 
 def saved_leaves(ctx: FunctionCtx) -> list[jax.Array]:
-    """Returns the array leaves of all that a ctx keeps, in the order of `SavedSpec.order`."""
+    """Returns the array leaves of all values on a ctx, in the order of `SavedSpec.order`."""
     return [as_array(x) for value in collect_saved(ctx)[1] for x in flatten_saved(value)[0]]

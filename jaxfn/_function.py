@@ -18,7 +18,7 @@ from jaxfn._rule import call_untraced, call_with_rule, call_without_rule
 from jaxfn._signature import InputNames, InputSpec
 from jaxfn._tree import ARRAY_SPEC, Opaque, TreeSpec, as_array, flatten, is_traced
 
-# Per Function: how many argument structures and static values are cached at the same time.
+# The maximum number of `CallSpec`s, one per argument structure and static values, that each Function caches.
 _MAX_CACHED_CALLS = 256
 
 
@@ -72,14 +72,14 @@ class Function:
       2.5
 
     Differences from torch: arrays inside lists, dicts and other pytrees are differentiated too; Python numbers are
-    static unless JAX traces them; a saved intermediate differentiates through the code that made it; arrays are
-    immutable (see `FunctionCtx.mark_dirty`).
+    static unless JAX traces them; a saved intermediate differentiates through the code that computed it; arrays
+    are immutable (see `FunctionCtx.mark_dirty`).
 
     Torch counterpart: `torch.autograd.Function`.
     """
 
     apply: ClassVar[ApplyDescriptor] = ApplyDescriptor()
-    """Calls the Function; the very same object on every access, so that `jax.jit(F.apply)` compiles once."""
+    """Calls the Function; one object on every access, so that `jax.jit(F.apply)` compiles once."""
 
     _jaxfn_apply: ClassVar[Callable[..., Any]]
 
@@ -121,7 +121,7 @@ class Function:
     @staticmethod
     @undefined
     def setup_context(*args: Any, **kwargs: Any) -> Any:
-        """`setup_context(ctx, inputs, output)`: saves what `backward` needs, given all inputs and outputs."""
+        """`setup_context(ctx, inputs, output)`: saves what `backward` needs, from all inputs and outputs."""
         raise NotImplementedError("a Function in separate style defines setup_context")
 
     @staticmethod
@@ -145,7 +145,7 @@ class Function:
     @staticmethod
     @undefined
     def vmap(*args: Any, **kwargs: Any) -> Any:
-        """`vmap(info, in_dims, *args)`: outputs and their batch axes; used by `jax.vmap` in place of batching."""
+        """`vmap(info, in_dims, *args)`: outputs and their batch axes; used by `jax.vmap` instead of batching."""
         raise NotImplementedError("a Function with its own batching rule defines vmap")
 
 
@@ -195,7 +195,7 @@ class _Dispatcher(Opaque):
         self._cached: tuple[UserMethods, Callable[..., CallSpec]] | None = None
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Pickles the class alone, which cloudpickle may store by value; caches are made again."""
+        """Pickles the class alone, which cloudpickle may store by value; caches are rebuilt."""
         return _Dispatcher, (self._function,)
 
     def searchable_parts(self) -> Sequence[object]:
@@ -233,7 +233,7 @@ class _Dispatcher(Opaque):
         is_cacheable = all(tree.is_hashable for tree in trees)
         spec = spec_for(names, tuple(trees)) if is_cacheable else CallSpec(methods, InputSpec(names, tuple(trees)))
         if monitor is not None and monitor.bypass_rules:
-            with CALL_MONITOR(None):  # Functions inside forward keep their rules
+            with CALL_MONITOR(None):  # Functions inside forward have their rules
                 return call_without_rule(spec, arrays)
         try:
             return (

@@ -90,8 +90,8 @@ class CallableFunction(Generic[P, R_co]):
 
 
 def _make(forward: Callable[..., Any], name: str | None = None, **rules: Any) -> CallableFunction[..., Any]:
-    given: str = name or getattr(forward, "__name__", type(forward).__name__)
-    qualname: str = name or getattr(forward, "__qualname__", given)
+    function_name: str = name or getattr(forward, "__name__", type(forward).__name__)
+    qualname: str = name or getattr(forward, "__qualname__", function_name)
     body = {
         "__module__": getattr(forward, "__module__", __name__),
         "__qualname__": f"{qualname}.Function",  # where pickle finds it
@@ -100,7 +100,7 @@ def _make(forward: Callable[..., Any], name: str | None = None, **rules: Any) ->
         "forward": staticmethod(forward),
     }
     methods = {method: staticmethod(rule) for method, rule in rules.items() if rule is not None}
-    return CallableFunction(type(given, (Function,), body | methods))
+    return CallableFunction(type(function_name, (Function,), body | methods))
 
 
 def _callable_of(function: Any) -> CallableFunction[..., Any]:
@@ -128,7 +128,7 @@ def function(forward: Callable[..., Any]) -> CallableFunction[..., Any]:
       forward: `forward(ctx, *args)`, or `forward(*args)` where `setup_context` is registered afterwards.
 
     Returns:
-      A callable with the function's name, docstring and signature (less the ctx), and with `.backward`,
+      A callable with the function's name, docstring and signature (without the ctx), and with `.backward`,
       `.setup_context`, `.jvp` and `.vmap` as registering decorators. Rules and errors are those of `Function`.
 
     Examples:
@@ -165,7 +165,7 @@ def autograd_function(
       name: The name in errors, tables and profiles. Default: the name of `forward`.
 
     Returns:
-      The callable, as `function` gives it.
+      A callable like that of `function`.
 
     Examples:
       >>> import jax, jax.numpy as jnp, jaxfn

@@ -18,7 +18,7 @@ from jaxfn._tree import ARRAY_SPEC, TreeSpec, as_array, flatten, is_array_leaf, 
 
 
 class Hooks(NamedTuple):
-    """A pair of hooks; equal if the functions are, so that entering them again does not retrace."""
+    """A pair of hooks; equal if the functions are equal, so that entering them again does not retrace."""
 
     pack: Callable[[Any], Any]
     unpack: Callable[[Any], Any]
@@ -36,15 +36,15 @@ def saved_tensors_hooks(pack_hook: Callable[[Any], Any], unpack_hook: Callable[[
     """Packs every array that Functions applied inside save for `backward`; a context manager or a decorator.
 
     The innermost hooks apply. Under `jax.jit` they are those that are active where the Function is traced; a jitted
-    function is traced again, once, for each pair of hooks, so keep the hooks themselves (a `lambda` written in a loop
-    is another one each time). Attributes of ctx and what `save_for_forward` kept are not packed.
+    function is traced again, once, for each pair of hooks, so reuse the functions (a `lambda` in a loop is a new one
+    each time). Attributes of ctx and arrays of `save_for_forward` are not packed.
 
-    A second derivative goes through what was packed as if it were the array itself, where `pack_hook` returns one
-    floating array of the same shape; it raises `NotImplementedError` where the packed form is another (integers, say).
+    If `pack_hook` returns one floating array of the shape of its argument, a second derivative passes through the hooks
+    as through an identity. For any other packed form (integers, say) it raises `NotImplementedError`.
 
     Args:
-      pack_hook: takes a saved array; what it returns (any pytree of arrays and Python values) is kept instead.
-      unpack_hook: takes that; what it returns is what `backward` reads.
+      pack_hook: takes a saved array, and returns any pytree of arrays and Python values to store instead.
+      unpack_hook: takes that pytree, and returns the array that `backward` reads.
 
     Raises:
       RuntimeError: inside `disable_saved_tensors_hooks`.
@@ -104,12 +104,12 @@ def disable_saved_tensors_hooks(error_message: str) -> Generator[None]:
 
 @contextmanager
 def save_on_host() -> Generator[None]:
-    """Keeps what Functions applied inside save for `backward` in host memory; a context manager or a decorator.
+    """Stores what Functions applied inside save for `backward` in host memory; a context manager or a decorator.
 
-    On the CPU, JAX 0.10.0 takes all memory for host memory, and arrays stay where they are.
+    On the CPU, all memory is host memory to JAX 0.10.0, and arrays are not moved.
 
     Raises:
-      RuntimeError: the default backend cannot place arrays in host memory.
+      RuntimeError: the default backend has no host memory for arrays.
 
     Examples:
       >>> import jax, jaxfn
@@ -152,11 +152,11 @@ class PackedResiduals(NamedTuple):
     function: str  # its name, for messages
     hooks: Hooks
     are_packed: Sequence[bool]  # for each residual, whether it passed `pack_hook`
-    trees: Sequence[TreeSpec]  # for each residual, the tree spec of what is kept of it
+    trees: Sequence[TreeSpec]  # for each residual, the tree spec of its packed form
 
-    def unpack(self, kept: Sequence[Any]) -> list[Any]:
-        """Returns the residuals again."""
-        remaining = iter(kept)
+    def unpack(self, arrays: Sequence[Any]) -> list[Any]:
+        """Restores the residuals from the arrays that `pack` returned."""
+        remaining = iter(arrays)
         return [
             self._unpack_one(list(islice(remaining, tree.num_arrays)), tree) if is_packed else next(remaining)
             for is_packed, tree in zip(self.are_packed, self.trees, strict=True)
@@ -167,7 +167,7 @@ class PackedResiduals(NamedTuple):
         if not is_array_leaf(array):
             raise TypeError(
                 f"{self.function}: the unpack_hook of saved_tensors_hooks returned a {type(array).__name__}; expected "
-                "the array that pack_hook was given."
+                "the array that pack_hook received."
             )
         return _with_derivative_of(leaves, [as_array(array)], self.function)[0]
 
@@ -175,22 +175,22 @@ class PackedResiduals(NamedTuple):
 def pack(
     function: str, hooks: Hooks, are_packed: Sequence[bool], residuals: Sequence[Any]
 ) -> tuple[PackedResiduals, list[Any]]:
-    """Packs residuals; returns what unpacks them, and all arrays that are kept."""
+    """Packs residuals; returns how to unpack them, and all arrays to save."""
     trees: list[TreeSpec] = []
-    kept: list[Any] = []
+    packed: list[Any] = []
     for is_packed, residual in zip(are_packed, residuals, strict=True):
         if is_packed:
             leaves, tree = flatten(hooks.pack(as_array(*stop([residual]))))
-            kept += _with_derivative_of([residual], list(map(as_array, leaves)), function)
+            packed += _with_derivative_of([residual], list(map(as_array, leaves)), function)
         else:
-            kept.append(residual)
+            packed.append(residual)
             tree = ARRAY_SPEC
         trees.append(tree)
-    return PackedResiduals(function, hooks, are_packed, trees), kept
+    return PackedResiduals(function, hooks, are_packed, trees), packed
 
 
 def _with_derivative_of(sources: Sequence[Any], results: list[Any], function: str) -> list[Any]:
-    """Gives what a hook returned the derivative of what it received."""
+    """Gives the results of a hook the derivative of its argument."""
     if not any(is_traced(x) and is_inexact(x.dtype) for x in sources):
         return results
     is_like = (
@@ -209,13 +209,13 @@ class _Cast(Rule):
     """The derivative of a hook that changes nothing but dtype and memory space."""
 
     def __call__(
-        self, outputs: Sequence[Any], kept: Sequence[Any], inputs: Sequence[Any], tangents: Sequence[Any]
+        self, outputs: Sequence[Any], res: Sequence[Any], inputs: Sequence[Any], tangents: Sequence[Any]
     ) -> tuple[Sequence[Any], Sequence[Any]]:
         (source,), (tangent,) = inputs, tangents
         tangent = tangent.astype(outputs[0].dtype)
         here, there = memory_space(source), memory_space(outputs[0])
         if here != there:
-            tangent = jax.device_put(tangent, there, src=here)  # src is where its transpose goes back to
+            tangent = jax.device_put(tangent, there, src=here)  # its transpose moves back to src
         return attach(outputs, (), inputs, self), [tangent]
 
 

@@ -1,11 +1,11 @@
 """Tools for jaxprs: what an eqn runs, evaluation, dependence, identities.
 
-# Note: one place that knows what an eqn is
+# Note: the functions
 
     subjaxprs           the jaxprs that an eqn runs, and how their variables are bound to the eqn's
     all_eqns            every eqn of a jaxpr and of the jaxprs in it
     eval_jaxpr_with     the outputs, with a function that evaluates each eqn
-    StagedFunction      a function as a jaxpr, which is evaluated without running its Python code again
+    StagedFunction      a function as a jaxpr, evaluated without running its Python code again
     needed_eqns         the eqns and the variables that outputs depend on; dependent_eqns: that depend on variables
     unchanged_operand   the operand that an eqn returns unchanged; ArrayIdentity: which arrays are one by such eqns
 
@@ -195,7 +195,7 @@ def traced_impl(eqn: Any, param: str) -> list[SubJaxpr]:
     return [_subjaxpr(_traced[key], eqn, "call", range(len(eqn.invars)))]
 
 
-# Where the primitives of jaxfn are defined, they add their own rules.
+# jaxfn's primitives add their own rules where they are defined.
 subjaxpr_rules: dict[Primitive | str, Callable[[Any], list[SubJaxpr]]] = {
     jax.lax.scan_p: _scan,
     jax.lax.while_p: _while,
@@ -236,11 +236,11 @@ def eval_jaxpr_with(
     args: Sequence[Any],
     read_literal: Callable[[Any], Any] = attrgetter("val"),
 ) -> list[Any]:
-    """Returns the outputs of a jaxpr, for values of any kind: arrays, or what is known of them.
+    """Returns the outputs of a jaxpr, for values of any kind: arrays, or abstract ones.
 
     Args:
       eval_eqn: returns the results of an eqn, from its index, the eqn and its operands.
-      jaxpr, consts, args: the jaxpr, and what it is applied to.
+      jaxpr, consts, args: the jaxpr, its consts and its arguments.
       read_literal: returns the value of a literal.
     """
     env: dict[Any, Any] = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*consts, *args], strict=True))
@@ -257,7 +257,7 @@ def eval_jaxpr_with(
 def needed_eqns(jaxpr: Any, outputs: Sequence[Any]) -> tuple[list[Any], set[Any]]:
     """Returns the eqns that some outputs of a jaxpr depend on, in order, and all variables that they depend on.
 
-    JAX's own dead code elimination also keeps every eqn with an effect.
+    JAX's own dead code elimination also retains every eqn with an effect.
     """
     needed = set(filter(is_variable, outputs))
     eqns: list[Any] = []
@@ -291,11 +291,11 @@ class StagedFunction:
         self._num_first = num_first
 
     def has_operations_among(self, operations: Operations, consts: Sequence[Any]) -> bool:
-        """Whether all operations and constants are among those that were staged before."""
+        """Whether all operations and constants are among earlier ones."""
         known, used = Counter(_operation_keys(operations.parts)), Counter(_operation_keys([self._jaxpr, *consts]))
         for key, count in used.items():
             if isinstance(key, Primitive):
-                # Batching rules replace other operations.
+                # Batching rules may replace operations that are not elementwise.
                 if known[key] < count and (not operations.are_batched or key in _ELEMENTWISE):
                     return False
             elif key not in known:
@@ -356,16 +356,16 @@ def dependent_eqns(jaxpr: Any, variables: Sequence[Any]) -> tuple[list[Any], set
 
 # Primitives whose results are their operands, one by one. Those of jaxfn are added where they are defined.
 identity_primitives: set[Primitive | str] = {jax.lax.stop_gradient_p, name_p}
-# Calls that return an operand unchanged where the function that they call does. The last one is what checkpoint,
-# checkpoint_name and custom_vjp are in JAX's experimental implementations, and what that lowers to are the two before.
+# Calls that return an operand unchanged if the called function does. JAX's experimental implementations of checkpoint,
+# checkpoint_name and custom_vjp stage "call_hi_primitive", which lowers to one of the two before it.
 _TRANSPARENT_CALLS = {remat_p, custom_jvp_call_p, custom_vjp_call_p, call_p, closed_call_p, "call_hi_primitive"}
 
 
 def unchanged_operand(eqn: Any, result: int) -> int | None:
     """Returns the index of the operand that an eqn returns unchanged as one of its results; `None` if there is none.
 
-    These are the eqns of functions that return the very same object where it is a concrete array. `jax.jit` and
-    `jax.lax.optimization_barrier` return new arrays, and so are not among them.
+    Such an eqn is that of a function which returns a concrete array itself. `jax.jit` and
+    `jax.lax.optimization_barrier` return new arrays, so theirs do not count.
     """
     if is_any_of(eqn, identity_primitives):
         return result
@@ -411,22 +411,22 @@ floor integer_pow lgamma log log1p logistic max min mul neg pow rem round rsqrt 
 
 
 class ArrayIdentity:
-    """Tells which arrays are one: the same object, or one value of the jaxpr being traced, by eqns that change nothing.
+    """The identity of arrays as objects, or as values of the jaxpr being traced up to eqns that change nothing.
 
-    A function such as `jax.lax.stop_gradient` returns the very array where that is concrete, and another tracer where
-    it is staged, which counts as the one that it was made from.
+    A function such as `jax.lax.stop_gradient` returns a concrete array itself, but for a staged one it returns another
+    tracer, which counts as identical to its operand.
 
     Args:
-      inputs: Arrays beyond which their own origin does not count.
+      inputs: Arrays that are not followed back to the eqns that produced them.
     """
 
     def __init__(self, inputs: Sequence[Any]) -> None:
         self._inputs = {self._value_key(x) for x in inputs}
         self._eqns = traced_eqns()
-        self._producers: dict[Any, tuple[Any, int]] = {}  # of the eqns that were looked at, from the last one
+        self._producers: dict[Any, tuple[Any, int]] = {}  # of the eqns read so far, from the last one
 
     def key(self, array: Any) -> Hashable:
-        """Returns what is equal for arrays that are one."""
+        """Returns a key that is equal for identical arrays."""
         key = self._value_key(array)
         while key not in self._inputs:
             variable, dims = key

@@ -1,7 +1,7 @@
-"""Whether user code that is going to be transposed is linear, constants added on included.
+"""Checks whether user code that is going to be transposed is linear.
 
-JAX does not transpose most nonlinear operations, but it drops an added constant, and what went through integers, in
-silence. Inside a Function it transposes the rule, and does not look at the operations of `forward`.
+JAX raises for most nonlinear operations, but silently drops an added constant, and what passed through integers. Inside
+a Function it transposes the rule, and does not look at the operations of `forward`.
 """
 
 from __future__ import annotations
@@ -49,8 +49,7 @@ class _Kind(IntEnum):
     OTHER = 3
 
 
-# Their operands (some of them) are added, chosen among or laid side by side: a constant among linear ones makes the
-# result affine.
+# These operands are added, selected or concatenated: a constant among linear ones makes the result affine.
 _COMBINING = {
     add_jaxvals_p: slice(None),
     jax.lax.select_n_p: slice(1, None),
@@ -68,12 +67,12 @@ reshard div gather scatter_mul select_and_scatter_add select_and_gather_add
 all_gather all_gather_invariant all_to_all ppermute reduce_scatter pbroadcast
 """)
 _LINEAR_IN = dict.fromkeys(_LINEAR_IN_FIRST, 0) | {triangular_solve_p: 1, tridiagonal_solve_p: 3}
-# Each result belongs to the operand with the same index.
+# Each result depends on one operand, that with its index.
 _ONE_BY_ONE = primitives("optimization_barrier device_put psum psum_invariant")
 _ZERO_OR_LINEAR = (_Kind.ZERO, _Kind.LINEAR)
-# All others are in a table here, or JAX has a transpose of them, or they are not linear.
+# JAX's own primitives. One that is in none of the tables above, and that JAX cannot transpose, is not linear.
 _OF_LAX = {x for module in (jax.lax, jax.lax.linalg) for x in vars(module).values() if isinstance(x, Primitive)}
-# What they run is not looked into.
+# Their jaxprs are not inspected.
 _OPAQUE = {linear_map_p, jax.lax.linear_solve_p, jax.lax.while_p}
 
 
@@ -94,7 +93,7 @@ def is_linear(
 
 
 def describe_nonlinearity(function: Callable[..., Any], avals: Sequence[Any]) -> str:
-    """Returns the operation that first made a result of a function nonlinear, with its line of code."""
+    """Returns the first operation by which a result of a function is nonlinear, with its line of code."""
     with record_source_lines():  # JAX caches the jaxpr of one function object, with other lines
         jaxpr, consts = open_jaxpr(make_jaxpr(lambda *args: function(*args), *map(shape_struct, avals)))
     eqns, _ = needed_eqns(jaxpr, jaxpr.outvars)
@@ -114,7 +113,7 @@ def _kinds_in_jaxpr(
 
     def eval_eqn(_: int, eqn: Any, operands: list[_Kind]) -> list[_Kind]:
         num_before = len(nonlinear)
-        # What became an integer or a boolean has been rounded or compared.
+        # An integer or boolean result has been rounded or compared.
         kinds = [
             _Kind.OTHER if kind is _Kind.LINEAR and not is_inexact(var.aval.dtype) else kind
             for var, kind in zip(eqn.outvars, _kinds_in_eqn(eqn, operands, nonlinear), strict=True)
@@ -140,7 +139,7 @@ def _kinds_in_eqn(eqn: Any, operands: list[_Kind], nonlinear: list[list[Any]]) -
 
 def _kinds_in_subjaxpr(sub: SubJaxpr, operands: Sequence[_Kind], nonlinear: list[list[Any]]) -> list[_Kind]:
     arguments = [operands[i] for i in sub.operands]
-    while True:  # until the carry is what it becomes
+    while True:  # until the kinds of the carry no longer change
         results, before = _kinds_in_jaxpr(sub.jaxpr, sub.consts, arguments, nonlinear), list(arguments)
         for result, argument in sub.carried:
             arguments[argument] = _kind_of_sum([before[argument], results[result]])
@@ -149,7 +148,7 @@ def _kinds_in_subjaxpr(sub: SubJaxpr, operands: Sequence[_Kind], nonlinear: list
 
 
 def _called_with_operands(eqn: Any) -> list[SubJaxpr]:
-    """Returns what an eqn without a rule runs with its operands as arguments. A kernel's arguments are references."""
+    """Returns the jaxpr of an eqn without a rule, if it takes the operands; a kernel takes references instead."""
     for jaxpr, consts in map(open_jaxpr, jaxprs_in_params(eqn)):
         if len(jaxpr.invars) == len(eqn.invars) and len(jaxpr.outvars) == len(eqn.outvars):
             return [SubJaxpr(jaxpr, consts, range(len(eqn.invars)), range(len(eqn.outvars)), "call")]
@@ -187,7 +186,7 @@ def _kinds_in_operation(eqn: Any, operands: list[_Kind]) -> list[_Kind]:
         return [_Kind.OTHER] * count
     if most is not _Kind.LINEAR:
         return [max(most, _Kind.CONSTANT)] * count
-    if eqn.primitive not in _OF_LAX:  # a callback or a kernel, whose Function says that it is linear
+    if eqn.primitive not in _OF_LAX:  # a callback or a kernel, which its Function declares linear
         return [_Kind.LINEAR] * count
     if not has_transpose(eqn.primitive):
         return [_Kind.OTHER] * count
@@ -196,12 +195,12 @@ def _kinds_in_operation(eqn: Any, operands: list[_Kind]) -> list[_Kind]:
 
 
 def _linear_in(joined: Sequence[_Kind], others: Sequence[_Kind]) -> _Kind:
-    """Returns the dependence of what is linear in the `joined` operands together, where the others are constants."""
+    """Returns the kind of a result that is linear in the `joined` operands together if the others are constants."""
     return _Kind.OTHER if max(others, default=_Kind.ZERO) >= _Kind.LINEAR else _kind_of_sum(joined)
 
 
 def _is_number(fill_value: Any) -> bool:
-    """Whether what is read outside an array is neither zero nor the NaN that shows a mistake."""
+    """Whether out-of-bounds indices read a number, not zero or the NaN that shows a mistake."""
     return fill_value is not None and fill_value != 0 and not np.isnan(fill_value)
 
 

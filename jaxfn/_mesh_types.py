@@ -1,4 +1,4 @@
-"""Placement of values on a mesh, as their types tell it: explicit axes, and the manual ones of `jax.shard_map`."""
+"""Sharding of values by their types: over explicit mesh axes, and over the manual axes of `jax.shard_map`."""
 
 from __future__ import annotations
 
@@ -18,21 +18,21 @@ def pcast_like(value: jax.Array, aval: Any) -> jax.Array:
 
 
 def zeros_in_place_of(value: jax.ShapeDtypeStruct) -> jax.Array:
-    """Returns zeros of the same type, with its sharding over explicit axes and varying over the same manual ones."""
+    """Returns zeros of a type, with its sharding over explicit axes, and varying over its manual axes."""
     return pcast_like(jnp.zeros_like(value), value)
 
 
 def match_tangent(tangent: jax.Array, aval: Any) -> jax.Array:
-    """Places a tangent on the mesh like its output; it may vary over more manual axes."""
+    """Shards a tangent like its output; it may vary over more manual axes."""
     return pcast_like(_reshard(tangent, aval.sharding), aval)
 
 
 def match_cotangents(cotangents: Sequence[jax.Array | None], avals: Sequence[Any]) -> list[jax.Array | None]:
-    """Places each cotangent on the mesh like its input, varying over the same manual axes.
+    """Shards each cotangent like its input, varying over the manual axes of the input.
 
     A gradient of a weight that is replicated over a manual axis is the sum over its devices, as `jax.shard_map` with
-    `check_vma=True` requires. Over explicit axes a gradient is often placed like the output that it comes from, such as
-    that of a bias which was broadcast along a sharded axis.
+    `check_vma=True` requires. Over explicit axes a gradient is often sharded like the output that it comes from, such
+    as that of a bias which was broadcast along a sharded axis.
     """
     return [None if x is None else _match_cotangent(x, aval) for x, aval in zip(cotangents, avals, strict=True)]
 

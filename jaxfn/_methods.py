@@ -35,12 +35,12 @@ def _is_defined(method: Any) -> bool:
 
 
 def _method_key(f: Any) -> tuple[Any, ...]:
-    """Returns what decides how a call is made, and the name that messages use."""
+    """Returns the attributes of a Function class by which calls and messages are determined."""
     return f.forward, f.setup_context, f.backward, f.vjp, f.jvp, f.vmap, f.__name__, f.generate_jvp_rule
 
 
 def _is_same(a: Any, b: Any) -> bool:
-    """Whether two entries are one object; a bound method is another object at each access."""
+    """Whether two entries are one object, or equal bound methods, which are created at each access."""
     return a is b or (isinstance(a, (types.MethodType, str, bool)) and a == b)
 
 
@@ -65,8 +65,8 @@ class UserMethods:
         self._method_key = _method_key(function)
         self._forward = function.forward
         self._setup_context = function.setup_context
-        rules = (function.backward, function.vjp, function.jvp)
-        self._closures = [rule for rule in rules if not isinstance(rule, types.FunctionType) or _captures_any(rule)]
+        derivatives = (function.backward, function.vjp, function.jvp)
+        self._closures = [f for f in derivatives if not isinstance(f, types.FunctionType) or _captures_any(f)]
         self._is_separate = _is_defined(self._setup_context)
         self._warned: set[str] = set()
         if not _is_defined(self._forward):
@@ -80,8 +80,8 @@ class UserMethods:
         self.vmap: Callable[..., Any] | None = function.vmap if _is_defined(function.vmap) else None
         if self.has_jvp and function.generate_jvp_rule:
             raise RuntimeError(
-                f"{self.name} has both generate_jvp_rule=True and its own jvp. Delete one of them, to say which "
-                "rule forward mode is to use."
+                f"{self.name} has both generate_jvp_rule=True and its own jvp. Delete the one that forward mode "
+                "should not use."
             )
 
     def is_current(self) -> bool:
@@ -98,16 +98,16 @@ class UserMethods:
         """Returns the tracers in the closure and the defaults of `forward`, in Python's containers too."""
         return _captured_tracers((self._forward, self._setup_context), (tuple, list, dict))
 
-    def rule_captures(self) -> list[Any]:
+    def derivative_captures(self) -> list[Any]:
         """Returns the tracers in the closures and the defaults of `backward` and `jvp`, in tuples too.
 
         A list or a dict may be a log, with tracers of programs that have ended.
         """
         return _captured_tracers(self._closures, (tuple,)) if self._closures else []
 
-    def rules_capture_staged(self) -> bool:
+    def derivatives_capture_staged(self) -> bool:
         """Whether `backward` or `jvp` leads to values of a jaxpr that is, or was, being traced."""
-        return any(captures_arrays(rule, is_staged) for rule in self._closures)
+        return any(captures_arrays(method, is_staged) for method in self._closures)
 
     @property
     def no_forward_mode(self) -> str:
@@ -154,11 +154,11 @@ class UserMethods:
     def set_up(self, ctx: FunctionCtx, inputs: tuple[Any, ...], outputs: ForwardOutputs) -> ForwardOutputs:
         """Calls `setup_context`; returns the outputs that it received."""
         ctx_state(ctx).num_outputs = len(outputs.spec.trees)
-        self._call_rule("setup_context", self._setup_context, ctx, (inputs, outputs.value))
+        self._call_method("setup_context", self._setup_context, ctx, (inputs, outputs.value))
         return outputs
 
     def backward(self, ctx: FunctionCtx, grad_outputs: list[Any], captured: dict[int, Any]) -> Any:
-        """Calls `backward`, or `vjp`, its other name; `captured` is what `_with_captured` takes."""
+        """Calls `backward`, or `vjp`, its other name, with new values for the tracers in `captured`."""
         if not self.has_backward:
             is_decorated = getattr(self._function, "_jaxfn_is_decorated", False)
             what = f"def _(ctx, *grad_outputs) below @{self.name}.backward" if is_decorated else _STATIC_BACKWARD
@@ -173,7 +173,7 @@ class UserMethods:
             )
         backward = _with_captured(self._backward(), captured)
         arguments = (list(grad_outputs),) if self._function.boxed_grads_call else grad_outputs
-        returned = self._call_rule("backward", backward, ctx, arguments)
+        returned = self._call_method("backward", backward, ctx, arguments)
         if returned is None:
             self._warn_of_no_return("backward", backward)
         return returned
@@ -184,18 +184,18 @@ class UserMethods:
 
     def jvp(self, ctx: FunctionCtx, tangents: Sequence[Any], captured: dict[int, Any]) -> Any:
         """Calls `jvp`; see `backward`."""
-        return self._call_rule("jvp", _with_captured(self._function.jvp, captured), ctx, tangents)
+        return self._call_method("jvp", _with_captured(self._function.jvp, captured), ctx, tangents)
 
-    def _call_rule(self, method: str, rule: Callable[..., Any], ctx: FunctionCtx, arguments: Sequence[Any]) -> Any:
-        """Calls a method that takes the ctx; adds a hint to its errors."""
+    def _call_method(self, name: str, method: Callable[..., Any], ctx: FunctionCtx, arguments: Sequence[Any]) -> Any:
+        """Calls a method that takes the ctx, and adds a hint to its errors."""
         try:
-            return rule(ctx, *arguments)
+            return method(ctx, *arguments)
         except Exception as error:
             if isinstance(error, TypeError):
-                better = signature_error(error, self.name, method, rule, (ctx, *arguments))
+                better = signature_error(error, self.name, name, method, (ctx, *arguments))
                 if better is not None:
                     raise better from None
-            add_hint(error, self.name, method, rule, ctx)
+            add_hint(error, self.name, name, method, ctx)
             raise
 
     def escaped_tracer_error(self, method: str) -> Exception:
@@ -207,7 +207,7 @@ class UserMethods:
         )
 
     def add_location(self, method: str, error: Exception) -> None:
-        """Adds to an error about what a method returned where that method was written."""
+        """Adds the location of a method to an error about what it returned."""
         location = source_location(self._backward() if method == "backward" else self._function.jvp)
         if location is not None:
             add_to_message(error, f"{self.name}.{method} is at {location}.")
@@ -224,14 +224,18 @@ class UserMethods:
             )
 
     def warn_of_dirty(self) -> None:
-        """Warns, once, that `mark_dirty` does not change the caller's array."""
-        if "dirty" not in self._warned:
-            self._warned.add("dirty")
-            warnings.warn(
-                f"{self.name}: mark_dirty on a JAX array does not change the caller's array; use the returned one. To "
-                "write in place, pass a jax.Ref.",
-                stacklevel=2,
-            )
+        """Warns that `mark_dirty` does not change the caller's array."""
+        self.warn_once(
+            "dirty",
+            f"{self.name}: mark_dirty on a JAX array does not change the caller's array; use the returned one. To "
+            "write in place, pass a jax.Ref.",
+        )
+
+    def warn_once(self, topic: str, message: str) -> None:
+        """Warns if there was no warning of this topic for the Function before."""
+        if topic not in self._warned:
+            self._warned.add(topic)
+            warnings.warn(message, stacklevel=3)
 
 
 _NO_RETURN = {
@@ -270,9 +274,9 @@ def _captured_tracers(functions: Iterable[Any], containers: Sequence[type]) -> l
 
 
 def _with_captured(value: Any, captured: dict[int, Any]) -> Any:
-    """Returns a function, or what it captures, with `captured` in place of tracers, by whose identity it is.
+    """Replaces tracers in a function, or in a value that it captures, by the entries of `captured` for their `id`s.
 
-    Variables without such a value stay shared with the original function, which may assign to them.
+    Variables without such tracers stay shared with the original function, which may assign to them.
     """
     if id(value) in captured or not captured:
         return captured.get(id(value), value)
@@ -285,7 +289,7 @@ def _with_captured(value: Any, captured: dict[int, Any]) -> Any:
         return partial(*parts, **keywords)
     if not isinstance(value, types.FunctionType):
         return value
-    captured[id(value)] = value  # meanwhile, for one that captures itself
+    captured[id(value)] = value  # until it is rebuilt, in case it captures itself
     cells = tuple(_cell_with_captured(cell, captured) for cell in value.__closure__ or ())
     defaults = _with_captured(value.__defaults__, captured)
     keyword_defaults = {name: _with_captured(x, captured) for name, x in (value.__kwdefaults__ or {}).items()}

@@ -1,4 +1,4 @@
-"""User contexts by which jaxfn's tools look into programs, and the labels that they find there."""
+"""User contexts by which jaxfn's tools inspect programs, and the labels that they find there."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _Results = TypeVar("_Results")
 
 @dataclass(eq=False)
 class CallMonitor:
-    """A monitor of calls: what a check of derivatives learns of each, and how Functions run for it.
+    """A monitor of calls: what a check of derivatives learns of each, and how Functions run for the check.
 
     It observes one trace, and is part of the key of JAX's caches, so that each one sees every call.
     """
@@ -31,10 +31,21 @@ class CallMonitor:
     functions: dict[Any, None] = field(default_factory=dict[Any, None])
     # The gradients that `backward` returned in another dtype than its input's: (where, returned, expected).
     casts: dict[tuple[str, str, str], None] = field(default_factory=dict[tuple[str, str, str], None])
+    # The differentiated inputs for which `backward` returned `None`: (method, input).
+    without_gradient: dict[tuple[str, str], None] = field(default_factory=dict[tuple[str, str], None])
+    # Whether a method may depend on what is differentiated: it read `ctx.needs_input_grad`, or receives `None`.
+    reads_perturbation: bool = False
 
 
 CALL_MONITOR: Any = jax.make_user_context(default_value=None)
 """Its `value` is the active `CallMonitor`, if any. `with CALL_MONITOR(monitor):` sets it."""
+
+
+def record_perturbation_read() -> None:
+    """Records for the active `CallMonitor` that a method may depend on what is differentiated."""
+    monitor = CALL_MONITOR.value
+    if monitor is not None:
+        monitor.reads_perturbation = True
 
 
 class Observation(Enum):
@@ -43,7 +54,7 @@ class Observation(Enum):
     RESIDUALS = "what backward reads of what forward saved"
     VALUES = "all arrays that pass between JAX and the methods of a Function"
     LOGS = "the values that `ctx.log` receives"
-    EAGER_LOGS = "the same, outside traced programs"
+    EAGER_LOGS = "the values that `ctx.log` receives in eager code"
 
 
 # A user context is thread-local and part of the key of jit's cache: a program is traced again, with its labels.
@@ -53,7 +64,7 @@ OBSERVATION: Any = jax.make_user_context(default_value=None)
 LOG_DEPTH: Any = jax.make_user_context(default_value=0)
 """Its `value` is the number of enclosing `with_logs`. Each takes what is logged inside it and not in an inner one."""
 
-# Not part of that key: each log would have all programs traced again, and caches would keep it with its values.
+# Not part of that key: each log would retrace all programs, and caches would store its values.
 LOG: ContextVar[dict[str, list[Any]] | None] = ContextVar("log", default=None)
 """By name, the values that were logged in eager code, in the order of the calls."""
 
@@ -62,7 +73,7 @@ class Label(NamedTuple):
     """The role of an array in a forward pass."""
 
     function: str
-    method: str  # "forward", "backward" or "jvp": the method that takes the array or made it
+    method: str  # "forward", "backward" or "jvp": the method that takes or returns the array
     role: str  # "input", "output", "saved", "grad_output", "gradient", "tangent" or "log"
     name: str  # of the parameter, output, saved or logged value
     source: str = ""  # "input", "output" or "intermediate", for a saved array
@@ -71,7 +82,7 @@ class Label(NamedTuple):
 
 
 def line_name(line: str) -> str:
-    """Returns a line of code as part of an operation's name, for code that does not run when JAX traces it."""
+    """Encodes a line of code as part of an operation's name, for code that does not run when JAX traces it."""
     return "line{{" + line + "}}"
 
 
@@ -82,7 +93,7 @@ def named_line(names: str) -> str | None:
 
 
 def label_arrays(arrays: Sequence[Any], labels: Sequence[Hashable]) -> list[Any]:
-    """Returns the arrays; in the program each has its label."""
+    """Returns the arrays; in a traced program each has its label."""
     return label_p.bind(*arrays, labels=tuple(labels), num_arrays=len(arrays)) if arrays else []
 
 
@@ -124,7 +135,7 @@ def observe(
     names: Sequence[str],
     label_results: Callable[[_Results], _Results],
 ) -> _Results:
-    """Calls a method of a Function by `call`, which takes the arrays, so that what it takes and returns is labelled."""
+    """Calls a method of a Function by `call`, which takes the arrays; labels these and the results."""
     arrays = label_present(arrays, function, method, role, names)
     with record_source_lines():
         results = call(arrays)
@@ -148,10 +159,11 @@ def leaf_names(names: Iterable[str], trees: Sequence[TreeSpec]) -> list[str]:
 
 
 def emit_logs(function: str, method: str, logged: Sequence[tuple[str, Any]], results: list[Any]) -> list[Any]:
-    """Passes on what a method logged; returns its results, with which a traced program holds the logged values."""
+    """Emits the values that a method logged; returns its results, to which a traced program attaches those values."""
     log = LOG.get() if OBSERVATION.value is Observation.EAGER_LOGS else None
     if log is not None:
-        for name, value in logged:  # a number has no place in a program either, which later runs without Python
+        for name, value in logged:
+            # A Python number raises too: a compiled program, which runs without Python, could not log it.
             if any(map(is_traced, [value, *results])):
                 raise RuntimeError(
                     f"{function}.{method} logs {name!r} inside jaxfn.logged(), where JAX traces it (jit, vmap, "

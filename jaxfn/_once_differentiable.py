@@ -14,14 +14,15 @@ from jaxfn._tree import as_array, flatten
 def once_differentiable(backward: Callable[..., Any]) -> Callable[..., Any]:
     """Declares that a `backward` cannot be differentiated itself.
 
-    The first derivative works everywhere. Differentiating through `backward`, by way of the gradients it gets or of
-    what `forward` saved, raises instead of giving a wrong second derivative, also where `backward` does not use them.
+    The first derivative works everywhere. Differentiating through `backward`, with respect to the gradients it gets or
+    the values that `forward` saved, raises instead of returning a wrong second derivative, even if `backward` does not
+    use them.
 
     Args:
       backward: The `backward` of a Function.
 
     Returns:
-      The same function, whose results raise when they are differentiated.
+      A function that calls `backward`, and whose results raise when they are differentiated.
 
     Examples:
       >>> import jax, jaxfn
@@ -52,7 +53,7 @@ def once_differentiable(backward: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(backward)
     def guarded(ctx: FunctionCtx, *grad_outputs: Any) -> Any:
-        # Taken before backward runs: it may empty the list of its gradients or overwrite an attribute.
+        # Read before backward runs: it may empty the list of its gradients or overwrite an attribute.
         sources, _ = flatten((grad_outputs, collect_saved(ctx)[1]))
         inputs = list(map(as_array, sources))
         gradients, spec = flatten(backward(ctx, *grad_outputs))

@@ -1,18 +1,20 @@
-"""Arrays that `forward` kept outside ctx, in a global or an object, and that `backward` or `jvp` read there.
+"""Arrays that `forward` stored outside ctx, in a global or an object, and that `backward` or `jvp` read there.
 
 Such an array is not a residual: it is the stopped input, or was computed from it, and so has no derivative. A rule
-that depends on one is right at first order and in the program that `forward` ran in, and nowhere else.
+that depends on one is right only at first order, and only in the program that `forward` ran in.
 
 # Note: found by dependence, not by a search
 
-    inputs --stop--> forward keeps x or cos(x) somewhere
+    inputs --stop--> forward stores x or cos(x) somewhere
     residuals, cotangents --> backward --> results
 
-From the results the eqns are followed back, by values that can have a derivative, up to residuals and cotangents. What
-else leads to the `stop` of this call was kept; what belongs to a jaxpr that is finished was kept, or captured.
+The eqns that compute the results are followed back, through values that can have a derivative, to the residuals and
+cotangents. A path that reaches the `stop` of this call instead starts at a stored array. A value of a finished jaxpr
+was stored, or captured by the rule.
 
-Where both run eagerly there are no eqns. There, for nested derivatives alone, arrays of forward are tracked by weak
-references, and the rule gets copies. Where one is alive when the rule runs, that is staged: what it reads are consts.
+If `forward` and the rule run eagerly, there are no eqns. Then, in nested derivatives only, weak references track the
+arrays of `forward`, and the rule gets copies. If one of them is alive when the rule runs, the rule is staged: the
+arrays that it reads are the consts of its jaxpr.
 """
 
 from __future__ import annotations
@@ -41,21 +43,21 @@ from jaxfn._tree import is_inexact, is_traced
 
 
 class Outside(NamedTuple):
-    """The inputs that kept arrays depend on, and whether the rule reads an array of a finished jaxpr."""
+    """The inputs that stored arrays depend on, and whether the rule reads an array of a finished jaxpr."""
 
     inputs: Sequence[Any] = ()
     has_escaped: bool = False
 
 
-def find_outside(stopped: Collection[Any], given: Sequence[Any], results: Sequence[Any]) -> Outside:
-    """Follows results of a rule back to arrays that were kept outside ctx.
+def find_outside(stopped: Collection[Any], operands: Sequence[Any], results: Sequence[Any]) -> Outside:
+    """Follows results of a rule back to arrays that were stored outside ctx.
 
     Args:
       stopped: The variables of the stopped inputs.
-      given: The residuals and the cotangents or tangents.
-      results: What the rule returned, `None` for zero.
+      operands: The residuals and the cotangents or tangents.
+      results: The results of the rule, `None` for zero.
     """
-    known = variables_under_tracers(given, and_tangents=True)  # one eqn may compute a value and its tangent
+    known = variables_under_tracers(operands, and_tangents=True)  # one eqn may compute a value and its tangent
     if depend_on_only(results, known):  # as nearly always
         return Outside()
     outer: list[Any] = [x for x in map(staged_under, results) if is_staged(x)]
@@ -67,15 +69,15 @@ def find_outside(stopped: Collection[Any], given: Sequence[Any], results: Sequen
                 if (const := constant_of(x)) is None:
                     pending[v] = x
                 elif is_traced(const):
-                    outer.append(staged_under(const))  # in the jaxpr around, consts are values
+                    outer.append(staged_under(const))  # a const is a value of the enclosing jaxpr
 
     for eqns in traced_eqns_of_each():
         new, outer = outer, []
         add([x for x in new if is_staged(x)])
         while pending and (eqn := next(eqns, None)) is not None:
             if eqn.primitive is stop_p and any(v in stopped for v in eqn.outvars):
-                operands = zip(eqn.outvars, operands_of(eqn), strict=True)
-                return Outside([x for v, x in operands if v in pending and is_inexact(x.dtype)])
+                pairs = zip(eqn.outvars, operands_of(eqn), strict=True)
+                return Outside([x for v, x in pairs if v in pending and is_inexact(x.dtype)])
             if [pending.pop(v) for v in eqn.outvars if v in pending]:
                 add(operands_of(eqn))
         outer += pending.values()
@@ -86,13 +88,13 @@ def find_outside(stopped: Collection[Any], given: Sequence[Any], results: Sequen
 
 
 class LiveArrays:
-    """The concrete arrays that exist now."""
+    """The concrete arrays that exist when this is created."""
 
     def __init__(self) -> None:
-        self._before = jax.live_arrays()  # the arrays themselves, so that no `id` is given again
+        self._before = jax.live_arrays()  # the arrays themselves, so that no `id` is reused
 
     def new(self, inputs: Sequence[Any]) -> tuple[ReferenceType[Any], ...]:
-        """Returns weak references to the arrays that exist now and did not then, and to those under the inputs."""
+        """Returns weak references to the arrays created since then, and to those under the tracers of the inputs."""
         before = set(map(id, self._before))
         new = [x for x in jax.live_arrays() if id(x) not in before]
         return tuple(ref(x) for x in (*new, *map(staged_under, inputs)) if is_inexact(x.dtype) and not is_traced(x))
@@ -104,12 +106,12 @@ def run_watched(
     vectors: Sequence[Any],
     watched: Sequence[ReferenceType[Any]],
 ) -> tuple[list[Any], bool]:
-    """Runs `backward` or `jvp`; returns its results, and whether they depend on an array that is watched."""
+    """Runs `backward` or `jvp`; returns its results, and whether they depend on a watched array."""
     alive = [x for x in (own() for own in watched) if x is not None]
     if not alive:
         return rule(residuals, vectors), False
     is_nonzero: list[list[bool]] = []
-    given = [x for x in vectors if x is not None]
+    nonzero = [x for x in vectors if x is not None]
 
     def flat(*arrays: Any) -> tuple[list[Any], tuple[()]]:
         values = iter(arrays[len(residuals) :])
@@ -118,13 +120,13 @@ def run_watched(
         return [x for x in results if x is not None], ()
 
     try:
-        staged, consts = stage(flat, [*residuals, *given])
-    except _NEEDS_VALUES:  # what a rule keeps that branches on values is not found
+        staged, consts = stage(flat, [*residuals, *nonzero])
+    except _NEEDS_VALUES:  # arrays that a rule with value-dependent branches reads are not found
         return rule(residuals, vectors), False
-    results = iter(staged.evaluate(consts, [*residuals, *given])[0])
+    results = iter(staged.evaluate(consts, [*residuals, *nonzero])[0])
     used = map(staged_under, staged.used_constants(consts))
-    is_kept = any(x is y for x in used for y in alive)
-    return [next(results) if flag else None for flag in is_nonzero[0]], is_kept
+    uses_watched = any(x is y for x in used for y in alive)
+    return [next(results) if flag else None for flag in is_nonzero[0]], uses_watched
 
 
 _NEEDS_VALUES = (

@@ -1,11 +1,11 @@
 """The primitives by which jaxfn decides what JAX's transformations see of a Function.
 
-    inputs --stop--> forward --> outputs --attach(outputs, kept, inputs)--> what the caller gets
+    inputs --stop--> forward --> outputs --attach(outputs, res, inputs)--> the caller's outputs
 
 `stop` has no derivative, so that nothing differentiates the operations of `forward`, which may have none (a kernel).
 `attach` gives the outputs the Function's own rule. Both are identities and lower to nothing. The rule is called where
-something differentiates, and attaches itself again for an enclosing differentiation: a first derivative and a tenth
-go one way. What it returns is `linear_map`, which forward mode evaluates and reverse mode transposes.
+something differentiates, and attaches itself again for an enclosing differentiation, so that derivatives of all orders
+work in one way. It returns a `linear_map`, which forward mode evaluates and reverse mode transposes.
 """
 
 from __future__ import annotations
@@ -51,8 +51,8 @@ def error_tangent(aval: Any, tangents: Sequence[Any], error: DeferredError) -> A
 
     Args:
       aval: The type of the tangent.
-      tangents: What it depends on; one at least.
-      error: What is raised.
+      tangents: The tangents that it depends on, at least one.
+      error: The error that it raises.
     """
     return _error_tangent_p.bind(*tangents, aval=aval, error=error)[0]
 
@@ -127,7 +127,7 @@ def _drop_from_stop(used: Sequence[bool], num_operands: int) -> tuple[Sequence[b
 
 
 def _stop_partially(use: PartialEvaluation, operands: Sequence[Any]) -> list[Any]:
-    """Keeps apart the operands that have a value, so that what `forward` computes from them alone has one too."""
+    """Binds the operands that have a value apart from the others, so that results computed from them alone have one."""
     results = list(operands)
     for has_value in (True, False):
         indices = [i for i, x in enumerate(operands) if use.has_value(x) == has_value]
@@ -149,29 +149,29 @@ stop_p = make_primitive(
 
 
 class Rule:
-    """The derivative of arrays that were computed from inputs."""
+    """The derivative of arrays with respect to the inputs from which they were computed."""
 
     def __call__(
-        self, outputs: Sequence[Any], kept: Sequence[Any], inputs: Sequence[Any], tangents: Sequence[Any]
+        self, outputs: Sequence[Any], res: Sequence[Any], inputs: Sequence[Any], tangents: Sequence[Any]
     ) -> tuple[Sequence[Any], Sequence[Any]]:
         """Returns the outputs, attached for an enclosing differentiation, and a tangent for each, `None` for zero.
 
         Args:
           outputs: The arrays.
-          kept: What else the rule needs.
-          inputs: What they were computed from.
+          res: The residuals of the rule other than outputs and inputs.
+          inputs: The arrays from which the outputs were computed.
           tangents: One for each input, `None` for zero.
         """
         raise NotImplementedError
 
     def transpose(
-        self, cotangents: Sequence[Any], kept: Sequence[Any], inputs: Sequence[Any]
+        self, cotangents: Sequence[Any], res: Sequence[Any], inputs: Sequence[Any]
     ) -> Sequence[jax.Array | None]:
         """Returns a cotangent for each input where the outputs are linear in them, for `jax.linear_transpose`.
 
         Args:
           cotangents: One for each output, `None` for zero.
-          kept: As above, `None` for what depends on the inputs.
+          res: As above, `None` for those that depend on the inputs.
           inputs: `None` for those without a value, with respect to which JAX transposes.
         """
         raise NotImplementedError
@@ -186,12 +186,12 @@ class Rule:
         """Whether the inputs are residuals anyway."""
         return False
 
-    def saves_outputs(self, output_avals: Sequence[Any], kept_avals: Sequence[Any], input_avals: Sequence[Any]) -> bool:
-        """Whether `jax.checkpoint` must keep the outputs, and may not compute them again."""
+    def saves_outputs(self, output_avals: Sequence[Any], res_avals: Sequence[Any], input_avals: Sequence[Any]) -> bool:
+        """Whether `jax.checkpoint` must save the outputs instead of computing them again."""
         return False
 
     def without_outputs(self, used: Sequence[bool]) -> tuple[Rule, Sequence[bool]]:
-        """Returns the rule without outputs that are not used, and which of them stay because it needs them."""
+        """Returns the rule without the unused outputs, and whether each output stays because it is used or needed."""
         return self, [True] * len(used)
 
 
@@ -199,27 +199,27 @@ class LinearizingRule(Rule):
     """A rule whose tangents are one linear map of the inputs' tangents."""
 
     def linearize(
-        self, outputs: Sequence[Any], kept: Sequence[Any], inputs: Sequence[Any], perturbed: Sequence[bool]
+        self, outputs: Sequence[Any], res: Sequence[Any], inputs: Sequence[Any], perturbed: Sequence[bool]
     ) -> tuple[Sequence[Any], LinearMap, Sequence[Any]]:
         """Returns the outputs, attached for an enclosing differentiation, the linear map, and its residuals.
 
         Args:
-          outputs, kept, inputs: As above.
+          outputs, res, inputs: As above.
           perturbed: Which inputs have a tangent.
         """
         raise NotImplementedError
 
     def __call__(
-        self, outputs: Sequence[Any], kept: Sequence[Any], inputs: Sequence[Any], tangents: Sequence[Any]
+        self, outputs: Sequence[Any], res: Sequence[Any], inputs: Sequence[Any], tangents: Sequence[Any]
     ) -> tuple[Sequence[Any], Sequence[Any]]:
         perturbed = [t is not None for t in tangents]
-        attached, linear_map, residuals = self.linearize(outputs, kept, inputs, perturbed)
+        attached, linear_map, residuals = self.linearize(outputs, res, inputs, perturbed)
         return attached, bind_linear_map(linear_map, residuals, list(compress(tangents, perturbed)))
 
 
 def attach(
     outputs: Sequence[Any],
-    kept: Sequence[Any],
+    res: Sequence[Any],
     inputs: Sequence[Any],
     rule: Rule | DeferredError,
     captured: DeferredError | None = None,
@@ -227,14 +227,14 @@ def attach(
     """Returns the outputs with the derivative of `rule` with respect to the inputs.
 
     Args:
-      outputs: Arrays of floating or complex dtype. A derivative that they have already can only be that by values
-        which `forward` captured.
-      kept: The residuals of the rule other than outputs and inputs.
-      inputs: What the rule differentiates with respect to.
-      rule: The derivative, or why there is none.
+      outputs: Arrays of floating or complex dtype. A derivative that they have already can only be with respect to
+        values that `forward` captured.
+      res: The residuals of the rule other than outputs and inputs.
+      inputs: The arrays with respect to which the rule differentiates.
+      rule: The derivative, or the error if there is none.
       captured: Raised where the derivative that `outputs` have already is used. `None`: it is added.
     """
-    return attach_p.bind(*outputs, *kept, *inputs, spec=_AttachSpec(rule, len(outputs), len(kept), captured))
+    return attach_p.bind(*outputs, *res, *inputs, spec=_AttachSpec(rule, len(outputs), len(res), captured))
 
 
 @dataclass(frozen=True, eq=False)
@@ -243,12 +243,12 @@ class _AttachSpec:
 
     rule: Rule | DeferredError
     num_outs: int
-    num_kept: int
+    num_res: int
     captured: DeferredError | None
 
     def split(self, operands: Sequence[Any]) -> tuple[Sequence[Any], Sequence[Any], Sequence[Any]]:
-        """Splits the operands into outputs, what is kept, and inputs."""
-        first_input = self.num_outs + self.num_kept
+        """Splits the operands into outputs, residuals and inputs."""
+        first_input = self.num_outs + self.num_res
         return operands[: self.num_outs], operands[self.num_outs : first_input], operands[first_input:]
 
 
@@ -260,14 +260,14 @@ def _attach_jvp(
     primals: Sequence[Any], tangents: Sequence[Any], *, spec: _AttachSpec
 ) -> tuple[Sequence[Any], Sequence[Any]]:
     rule, captured = spec.rule, spec.captured
-    outputs, kept, inputs = spec.split(primals)
+    outputs, res, inputs = spec.split(primals)
     own, _, input_tangents = spec.split(tangents)
     input_tangents = [
         t if is_inexact(jax.typeof(x).dtype) else None for x, t in zip(inputs, input_tangents, strict=True)
     ]
     nonzero = [t for t in input_tangents if t is not None]
     if nonzero and not isinstance(rule, DeferredError):
-        attached, by_rule = rule(outputs, kept, inputs, input_tangents)
+        attached, by_rule = rule(outputs, res, inputs, input_tangents)
     else:
         attached = attach_p.bind(*primals, spec=spec)
         by_rule = [None] * spec.num_outs
@@ -282,12 +282,12 @@ def _linearize_attach(
     primals: Sequence[Any], perturbed: Sequence[bool], *, spec: _AttachSpec
 ) -> tuple[Sequence[Any], Callable[[Sequence[Any]], Sequence[Any]]] | None:
     """Returns the outputs, and the function that gives their tangents; `None` in cases that `_attach_jvp` handles."""
-    outputs, kept, inputs = spec.split(primals)
+    outputs, res, inputs = spec.split(primals)
     own, _, flags = spec.split(perturbed)
     flags = [flag and is_inexact(jax.typeof(x).dtype) for x, flag in zip(inputs, flags, strict=True)]
     if not isinstance(spec.rule, LinearizingRule) or any(own) or not any(flags):
         return None
-    attached, linear_map, residuals = spec.rule.linearize(outputs, kept, inputs, flags)
+    attached, linear_map, residuals = spec.rule.linearize(outputs, res, inputs, flags)
 
     def push(tangents: Sequence[Any]) -> list[Any]:
         return bind_linear_map(linear_map, residuals, list(compress(spec.split(tangents)[2], flags)))
@@ -305,45 +305,45 @@ def _sum(a: Any, b: Any) -> Any:
 
 
 class _BatchedRule(Rule):
-    """A rule over a vmap axis: the outputs have the batch at axis 0 or none of them has it, all else where it may."""
+    """A rule over a vmap axis: all outputs are batched at axis 0, or none is; residuals and inputs at any axis."""
 
     def __init__(
         self,
         rule: Rule,
         axis: VmapAxis,
         out_axis: int | None,
-        kept_dims: list[int | None],
+        res_dims: list[int | None],
         input_dims: list[int | None],
     ) -> None:
         self._rule = rule
         self._axis = axis
         self._out_axis = out_axis
-        self._kept_dims = kept_dims
+        self._res_dims = res_dims
         self._input_dims = input_dims
 
     def __call__(
-        self, outputs: Sequence[Any], kept: Sequence[Any], inputs: Sequence[Any], tangents: Sequence[Any]
+        self, outputs: Sequence[Any], res: Sequence[Any], inputs: Sequence[Any], tangents: Sequence[Any]
     ) -> tuple[Sequence[Any], Sequence[Any]]:
-        def rule(outputs: Any, kept: Any, inputs: Any, tangents: Any) -> Any:
-            attached, pushed = self._rule(outputs, kept, inputs, tangents)
+        def rule(outputs: Any, res: Any, inputs: Any, tangents: Any) -> Any:
+            attached, pushed = self._rule(outputs, res, inputs, tangents)
             return list(attached), list(pushed)
 
-        in_axes = (self._out_axis, self._kept_dims, self._input_dims, _where_present(tangents, self._input_dims))
-        return self._axis.vmap(rule, in_axes)(list(outputs), list(kept), list(inputs), list(tangents))
+        in_axes = (self._out_axis, self._res_dims, self._input_dims, _where_present(tangents, self._input_dims))
+        return self._axis.vmap(rule, in_axes)(list(outputs), list(res), list(inputs), list(tangents))
 
     def transpose(
-        self, cotangents: Sequence[Any], kept: Sequence[Any], inputs: Sequence[Any]
+        self, cotangents: Sequence[Any], res: Sequence[Any], inputs: Sequence[Any]
     ) -> Sequence[jax.Array | None]:
-        def transpose(cotangents: Any, kept: Any, inputs: Any) -> list[Any]:
-            return list(self._rule.transpose(cotangents, kept, inputs))
+        def transpose(cotangents: Any, res: Any, inputs: Any) -> list[Any]:
+            return list(self._rule.transpose(cotangents, res, inputs))
 
         cotangent_dims = _where_present(cotangents, [self._out_axis] * len(cotangents))
         in_axes = (
             cotangent_dims,
-            _where_present(kept, self._kept_dims),
+            _where_present(res, self._res_dims),
             _where_present(inputs, self._input_dims),
         )
-        pulled = self._axis.vmap(transpose, in_axes)(list(cotangents), list(kept), list(inputs))
+        pulled = self._axis.vmap(transpose, in_axes)(list(cotangents), list(res), list(inputs))
         return [
             ct if ct is None or self._out_axis is None else ct.sum(0) if dim is None else jnp.moveaxis(ct, 0, dim)
             for ct, dim in zip(pulled, self._input_dims, strict=True)
@@ -357,10 +357,10 @@ class _BatchedRule(Rule):
     def saves_inputs(self) -> bool:
         return self._rule.saves_inputs
 
-    def saves_outputs(self, output_avals: Sequence[Any], kept_avals: Sequence[Any], input_avals: Sequence[Any]) -> bool:
+    def saves_outputs(self, output_avals: Sequence[Any], res_avals: Sequence[Any], input_avals: Sequence[Any]) -> bool:
         avals = (
             _without_batch(output_avals, [self._out_axis] * len(output_avals)),
-            _without_batch(kept_avals, self._kept_dims),
+            _without_batch(res_avals, self._res_dims),
             _without_batch(input_avals, self._input_dims),
         )
         answers: list[bool] = []
@@ -369,7 +369,7 @@ class _BatchedRule(Rule):
 
     def without_outputs(self, used: Sequence[bool]) -> tuple[Rule, Sequence[bool]]:
         rule, stay = self._rule.without_outputs(used)
-        return _BatchedRule(rule, self._axis, self._out_axis, self._kept_dims, self._input_dims), stay
+        return _BatchedRule(rule, self._axis, self._out_axis, self._res_dims, self._input_dims), stay
 
 
 def _where_present(values: Sequence[Any], dims: Sequence[int | None]) -> list[int | None]:
@@ -386,53 +386,56 @@ def _without_batch(avals: Sequence[Any], dims: Sequence[int | None]) -> list[Any
 def _batch_attach(
     axis: VmapAxis, operands: Sequence[Any], dims: Sequence[Any], *, spec: _AttachSpec
 ) -> tuple[list[Any], list[int | None]]:
-    """Batches the outputs, all of them, where any operand is batched.
+    """Batches all outputs if any operand is batched.
 
     # Note: why all of them
 
-    JAX sums the cotangent of an output without the batch over the batch before it calls a rule, so that per-element
-    gradients would be lost. And where a program is batched before it is differentiated, what has the batch must not
-    depend on whether it is differentiated.
+    JAX sums the cotangent of an unbatched output over the batch before it calls a rule, so that per-element gradients
+    would be lost. And if a program is batched before it is differentiated, which outputs are batched must not depend on
+    whether it is differentiated.
     """
-    outputs, kept, inputs = spec.split(operands)
-    output_dims, kept_dims, input_dims = spec.split(dims)
+    outputs, res, inputs = spec.split(operands)
+    output_dims, res_dims, input_dims = spec.split(dims)
     out_axis = None if all(d is None for d in dims) else 0
     if out_axis == 0:
         outputs = [axis.to_axis_0(x, d) for x, d in zip(outputs, output_dims, strict=True)]
     rule = spec.rule
     if not isinstance(rule, DeferredError):
-        rule = _BatchedRule(rule, axis, out_axis, list(kept_dims), list(input_dims))
-    return attach(outputs, kept, inputs, rule, spec.captured), [out_axis] * spec.num_outs
+        rule = _BatchedRule(rule, axis, out_axis, list(res_dims), list(input_dims))
+    return attach(outputs, res, inputs, rule, spec.captured), [out_axis] * spec.num_outs
 
 
 def _transpose_attach(cotangents: Sequence[Any], *operands: Any, spec: _AttachSpec) -> list[Any]:
-    """Transposes the rule, not the operations of `forward`: these get no cotangent. An error has no such rule."""
-    _, kept, inputs = spec.split(operands)
+    """Transposes the rule. The outputs, and so the operations of `forward`, get a cotangent only if it is an error."""
+    _, res, inputs = spec.split(operands)
     if isinstance(spec.rule, DeferredError):
         if any(x is None for x in inputs):
             spec.rule.throw()
-        places = [i for i, ct in enumerate(cotangents) if ct is not None]
-        guarded = attach([cotangents[i] for i in places], (), inputs, spec.rule)
-        pulled = dict(zip(places, guarded, strict=True))
-        return [pulled.get(i) for i in range(spec.num_outs)] + [None] * (spec.num_kept + len(inputs))
-    return [None] * (spec.num_outs + spec.num_kept) + list(spec.rule.transpose(cotangents, kept, inputs))
+        nonzero = [i for i, ct in enumerate(cotangents) if ct is not None]
+        guarded = attach([cotangents[i] for i in nonzero], (), inputs, spec.rule)
+        pulled = dict(zip(nonzero, guarded, strict=True))
+        return [pulled.get(i) for i in range(spec.num_outs)] + [None] * (spec.num_res + len(inputs))
+    return [None] * (spec.num_outs + spec.num_res) + list(spec.rule.transpose(cotangents, res, inputs))
 
 
 def _attach_partially(use: PartialEvaluation, operands: Sequence[Any], *, spec: _AttachSpec) -> list[Any]:
-    """Makes the operations of `forward` one eqn, as JAX may have no transposes of them; see `_transpose_attach`."""
-    outputs, kept, inputs = spec.split(operands)
+    """Encloses the operations of `forward` in one eqn, since JAX may be unable to transpose them.
+
+    No cotangent reaches that eqn: `_transpose_attach` transposes the rule instead.
+    """
+    outputs, res, inputs = spec.split(operands)
     if isinstance(spec.rule, Rule) and spec.rule.is_transposable and not all(map(use.has_value, inputs)):
-        operands = [*use.enclose([*outputs, *kept], after=stop_p), *inputs]
+        operands = [*use.enclose([*outputs, *res], after=stop_p), *inputs]
     return use.bind(operands, spec=spec)
 
 
 def _partial_eval_attach(
     _policy: Any, unknowns_in: Sequence[bool], available_in: Sequence[bool], eqn: Any
 ) -> tuple[Any, Any, Sequence[bool], Sequence[bool], list[Any]]:
-    """Keeps what a policy saves inside `forward` attached, in its place.
+    """Lets `jax.checkpoint` save an array that its policy saves inside `forward` in attached form.
 
-    Computing the identity again would keep the inputs as well, which the saved array makes needless, unless the rule
-    keeps them anyway. The policy itself was asked about the operation that made the array.
+    Computing this identity again would save the inputs as well, although the saved array replaces them, unless the rule
+    saves them anyway. JAX has already asked the policy about the operation that computed the array.
     """
     spec: _AttachSpec = eqn.params["spec"]
     rule, num_outs = spec.rule, spec.num_outs
@@ -455,7 +458,7 @@ def _drop_from_attach(
 ) -> tuple[Sequence[bool], Sequence[bool], dict[str, Any]]:
     rule, stay = (spec.rule, used) if isinstance(spec.rule, DeferredError) else spec.rule.without_outputs(used)
     others = [True] * (num_operands - spec.num_outs)
-    return stay, [*stay, *others], {"spec": _AttachSpec(rule, sum(stay), spec.num_kept, spec.captured)}
+    return stay, [*stay, *others], {"spec": _AttachSpec(rule, sum(stay), spec.num_res, spec.captured)}
 
 
 attach_p = make_primitive(
@@ -495,7 +498,7 @@ class LinearMap:
 
 
 class _BatchedLinearMap(LinearMap):
-    """A linear map over a vmap axis: all tangents have the batch at axis 0 or none has it, residuals where they may."""
+    """A linear map over a vmap axis: all tangents are batched at axis 0, or none is; residuals at any axis."""
 
     def __init__(
         self, linear_map: LinearMap, axis: VmapAxis, residual_dims: Sequence[int | None], out_axis: int | None
@@ -521,7 +524,7 @@ class _BatchedLinearMap(LinearMap):
 
 
 def bind_linear_map(linear_map: LinearMap, residuals: Sequence[Any], tangents: Sequence[Any]) -> list[Any]:
-    """Returns what a linear map gives for these tangents, as one eqn that JAX may transpose."""
+    """Applies a linear map to tangents, as one eqn that JAX may transpose."""
     return linear_map_p.bind(*residuals, *tangents, linear_map=linear_map, num_res=len(residuals))
 
 
@@ -560,7 +563,7 @@ def _batch_linear_map(
     out_axis = None if all(d is None for d in dims) else 0
     tangents = operands[num_res:]
     if out_axis == 0:
-        # Backwards, so that the transposed program sums over the batch in the order of the inputs.
+        # In reverse, so that the transposed program sums over the batch in the order of the inputs.
         tangents = [axis.to_axis_0(t, d) for t, d in reversed(list(zip(tangents, dims[num_res:], strict=True)))][::-1]
     batched = _BatchedLinearMap(linear_map, axis, dims[:num_res], out_axis)
     return bind_linear_map(batched, operands[:num_res], tangents), [out_axis] * len(batched.avals)
@@ -591,7 +594,7 @@ def drop_tangent_unless(array: Any, perturbed_by: Any) -> Any:
     """Returns the array; its tangent is symbolically zero wherever that of `perturbed_by` is.
 
     A `jax.custom_vjp` gives a derivative to all that it returns as soon as one of its inputs is differentiated.
-    `jax.checkpoint` keeps the result, so that what made it is in the program once.
+    `jax.checkpoint` saves the result, so that the operations that compute it are in the program once.
     """
     return drop_tangent_unless_p.bind(array, perturbed_by)[0]
 

@@ -1,11 +1,11 @@
 """The derivative of a forward pass: the user's `backward` and `jvp`, at every order.
 
     inputs --stop--> the user's forward --> outputs, intermediates
-    outputs --attach(outputs, intermediates, inputs, rule)--> what the caller gets
+    outputs --attach(outputs, intermediates, inputs, rule)--> the caller's outputs
 
 `attach` gives arrays a custom derivative, as `jax.custom_jvp` does.
 
-Where something differentiates the attached outputs, `_FunctionRule` makes the residuals and one `LinearMap`, from
+Where something differentiates the attached outputs, `_FunctionRule` returns the residuals and one `LinearMap`, from
 tangents of the inputs to tangents of the outputs: forward mode applies it (the user's `jvp`), reverse mode transposes
 it (the user's `backward`).
 
@@ -62,7 +62,7 @@ from jaxfn._tree import as_array, captures_arrays, is_inexact, is_traced
 def call_with_rule(spec: CallSpec, arrays: Sequence[Any], hooks: Hooks | None) -> Any:
     """Calls `forward` on arrays of which some are traced; returns its outputs with the Function's rule."""
     result = _run_stopped(spec, arrays, spec.inputs.unperturbed, hooks)
-    result = result._replace(captured=result.forward_pass.rule_captures)
+    result = result._replace(captured=result.forward_pass.derivative_captures)
     outputs = _with_rule(result, spec.inputs.without_refs(arrays))
     return result.forward_pass.outputs.unflatten(outputs)
 
@@ -144,7 +144,7 @@ class _RefGuard(Rule):
         self._spec = spec
 
     def __call__(
-        self, outputs: Sequence[Any], kept: Sequence[Any], inputs: Sequence[Any], tangents: Sequence[Any]
+        self, outputs: Sequence[Any], res: Sequence[Any], inputs: Sequence[Any], tangents: Sequence[Any]
     ) -> tuple[Sequence[Any], Sequence[Any]]:
         flags = iter([t is not None for t in tangents])
         self._spec.check_no_perturbed_refs([is_ref and next(flags) for is_ref in self._spec.inputs.are_refs])
@@ -188,7 +188,7 @@ def _with_rule(result: ForwardResult, inputs: Sequence[Any]) -> list[Any]:
         outputs[i] = jax.lax.stop_gradient(outputs[i])
     operands = [outputs[i] for i in rule.differentiable]
     if operands:
-        attached = attach(operands, rule.kept(result), inputs, rule, captured_error(forward_pass.spec))
+        attached = attach(operands, rule.other_residuals(result), inputs, rule, captured_error(forward_pass.spec))
         for i, y in zip(rule.differentiable, attached, strict=True):
             outputs[i] = y
     return outputs
@@ -215,7 +215,7 @@ _CAPTURED = (
 
 
 class _FunctionRule(LinearizingRule):
-    """The rule of a forward pass. Its operands are the differentiable outputs, `kept`, and the inputs without Refs.
+    """The rule of a forward pass, for the differentiable outputs, `other_residuals`, and the inputs without Refs.
 
     Args:
       result: The forward pass.
@@ -227,8 +227,8 @@ class _FunctionRule(LinearizingRule):
         self.differentiable = result.forward_pass.differentiable if differentiable is None else differentiable
         self._replay = result.replay
         sources = result.forward_pass.saved.sources
-        # Saved outputs without a derivative, such as indices.
-        self._constants = [s.place for s in sources if s.kind == "output" and s.place not in self.differentiable]
+        # The saved outputs without a derivative, such as indices.
+        self._constants = [s.idx for s in sources if s.kind == "output" and s.idx not in self.differentiable]
         self._intermediate_avals = list(map(jax.typeof, result.intermediates))
 
     @property
@@ -236,43 +236,42 @@ class _FunctionRule(LinearizingRule):
         """Whether the rule has reverse mode only."""
         return not self.forward_pass.spec.methods.has_forward_mode
 
-    def kept(self, result: ForwardResult) -> list[Any]:
+    def other_residuals(self, result: ForwardResult) -> list[Any]:
         """Returns the residuals of the rule other than differentiable outputs and inputs."""
         return [*(result.outputs[i] for i in self._constants), *result.intermediates, *result.captured, *result.consts]
 
-    def _result(self, outputs: Sequence[Any], kept: Sequence[Any]) -> ForwardResult:
-        """Returns the forward pass that has these operands; outputs that are not needed are `None`."""
+    def _result(self, outputs: Sequence[Any], res: Sequence[Any]) -> ForwardResult:
+        """Returns the forward pass with these operands; outputs that are not needed are `None`."""
         found: list[Any] = [None] * len(self.forward_pass.output_avals)
-        for i, y in [*zip(self.differentiable, outputs, strict=True), *zip(self._constants, kept, strict=False)]:
+        for i, y in [*zip(self.differentiable, outputs, strict=True), *zip(self._constants, res, strict=False)]:
             found[i] = y
-        remaining = iter(kept[len(self._constants) :])
+        remaining = iter(res[len(self._constants) :])
         intermediates = list(islice(remaining, len(self._intermediate_avals)))
-        captured = list(islice(remaining, len(self.forward_pass.rule_captures)))
+        captured = list(islice(remaining, len(self.forward_pass.derivative_captures)))
         return ForwardResult(self.forward_pass, found, intermediates, self._replay, list(remaining), captured)
 
     def linearize(
-        self, outputs: Sequence[Any], kept: Sequence[Any], inputs: Sequence[Any], perturbed: Sequence[bool]
+        self, outputs: Sequence[Any], res: Sequence[Any], inputs: Sequence[Any], perturbed: Sequence[bool]
     ) -> tuple[Sequence[Any], LinearMap, Sequence[Any]]:
-        outputs, kept, inputs = (
-            list(map(as_array, xs)) for xs in (outputs, kept, inputs)
-        )  # JAX passes its own scalar types
-        result = self._result(outputs, kept)
+        # JAX passes its own scalar types.
+        outputs, res, inputs = (list(map(as_array, xs)) for xs in (outputs, res, inputs))
+        result = self._result(outputs, res)
         spec = self.forward_pass.spec
         leaves = spec.inputs.with_refs(inputs, None)
         flags = tuple(spec.inputs.with_refs(perturbed, False))
         result = _with_flags(result, leaves, flags)
         forward_pass, intermediates = result.forward_pass, result.intermediates
         all_outputs = list(result.outputs)
-        outputs = [all_outputs[i] for i in self.differentiable]  # if `forward` ran again, those of that run
+        outputs = [all_outputs[i] for i in self.differentiable]  # those of the second run, if `forward` ran again
         is_differentiated_again = any(map(is_traced, (*inputs, *outputs)))
         if is_differentiated_again:
-            # A run of forward with other flags may have saved outputs that are not used here: attach those too.
+            # `forward` may have saved unused outputs when it ran with other flags: attach those too.
             dropped = _saved_outputs(forward_pass).difference(self.differentiable)
             if dropped:
                 dropped.intersection_update(forward_pass.differentiable)
             rule = _FunctionRule(result, [*self.differentiable, *dropped])
             operands = [*outputs, *(all_outputs[i] for i in dropped)]
-            attached = attach(operands, rule.kept(result), inputs, rule, captured_error(spec))
+            attached = attach(operands, rule.other_residuals(result), inputs, rule, captured_error(spec))
             outputs = attached[: len(outputs)]
             for i, y in zip(rule.differentiable, attached, strict=True):
                 all_outputs[i] = y
@@ -288,7 +287,7 @@ class _FunctionRule(LinearizingRule):
         return not self.is_reverse_only
 
     def transpose(
-        self, cotangents: Sequence[Any], kept: Sequence[Any], inputs: Sequence[Any]
+        self, cotangents: Sequence[Any], res: Sequence[Any], inputs: Sequence[Any]
     ) -> Sequence[jax.Array | None]:
         spec = self.forward_pass.spec
         if self.is_reverse_only:
@@ -298,7 +297,7 @@ class _FunctionRule(LinearizingRule):
             )
         flags = tuple(spec.inputs.with_refs([x is None for x in inputs], False))
         forward_pass = self.forward_pass.with_perturbed(flags)
-        result = self._result([None] * len(cotangents), kept)
+        result = self._result([None] * len(cotangents), res)
         known = {
             "input": spec.inputs.with_refs(inputs, None),
             "output": result.outputs,
@@ -311,13 +310,13 @@ class _FunctionRule(LinearizingRule):
         }
         names: dict[tuple[str, int], str] = {}  # of residuals without a value
         for source, name in zip(forward_pass.saved.sources, forward_pass.saved.residual_names(), strict=True):
-            if known[source.kind][source.place] is None:
-                names[source.kind, source.place] = name
+            if known[source.kind][source.idx] is None:
+                names[source.kind, source.idx] = name
 
         def pull(cotangents: Sequence[Any], missing: Sequence[Any]) -> list[Any]:
             arrays = {kind: list(values) for kind, values in known.items()}
-            for (kind, place), value in zip(names, missing, strict=True):
-                arrays[kind][place] = value
+            for (kind, index), value in zip(names, missing, strict=True):
+                arrays[kind][index] = value
             own, residuals = forward_pass.residuals(
                 arrays["input"], arrays["output"], arrays["intermediate"], result.captured
             )
@@ -327,13 +326,13 @@ class _FunctionRule(LinearizingRule):
             num_outs = len(cotangents)
             return [ct for ct in pull(arrays[:num_outs], arrays[num_outs:]) if ct is not None]
 
-        missing = [avals[kind][place] for kind, place in names]
+        missing = [avals[kind][index] for kind, index in names]
         if missing and not is_linear(pull_nonzero, self._tangent_avals(), unused=missing):
             raise TypeError(
                 f"{spec.name} is transposed by jax.linear_transpose (or by a linear solver), but is not linear: its "
                 f"derivative depends on {', '.join(names.values())}, computed from what is transposed."
             )
-        # The derivative of a linear function is the same everywhere, and so at zero.
+        # The derivative of a linear function is constant, so zeros replace the values that are missing.
         remaining = iter(pull(cotangents, list(map(zeros_of, missing))))
         return [next(remaining) if x is None else None for x in inputs]
 
@@ -341,27 +340,27 @@ class _FunctionRule(LinearizingRule):
     def saves_inputs(self) -> bool:
         return self.forward_pass.saves_inputs
 
-    def saves_outputs(self, output_avals: Sequence[Any], kept_avals: Sequence[Any], input_avals: Sequence[Any]) -> bool:
+    def saves_outputs(self, output_avals: Sequence[Any], res_avals: Sequence[Any], input_avals: Sequence[Any]) -> bool:
         """Whether `backward` reads an output and is not linear in `grad_outputs`.
 
         If `jax.checkpoint` computes outputs again, an enclosing derivative sees two calls, and `backward` runs once for
         each, with a part of the cotangent. If `backward` is linear, the results add up; otherwise they do not.
         """
         forward_pass, spec = self.forward_pass, self.forward_pass.spec
-        reads_output = any(s.kind == "output" and s.place in self.differentiable for s in forward_pass.saved.sources)
+        reads_output = any(s.kind == "output" and s.idx in self.differentiable for s in forward_pass.saved.sources)
         if not (reads_output and spec.methods.has_backward):
             return False
         are_inexact = spec.inputs.with_refs([is_inexact(aval.dtype) for aval in input_avals], False)
         flags = (
             tuple(map(and_, are_inexact, forward_pass.perturbed)) if any(forward_pass.perturbed) else tuple(are_inexact)
         )
-        residual_avals = [output_avals, kept_avals, input_avals]
+        residual_avals = [output_avals, res_avals, input_avals]
         sizes = list(map(len, residual_avals))
 
         def pull(*arrays: Any) -> list[Any]:
             cotangents, rest = arrays[: sizes[0]], arrays[sizes[0] :]
-            outputs, kept, inputs = (rest[sum(sizes[:i]) :][: sizes[i]] for i in range(3))
-            result = self._result(outputs, kept)
+            outputs, res, inputs = (rest[sum(sizes[:i]) :][: sizes[i]] for i in range(3))
+            result = self._result(outputs, res)
             own, residuals = forward_pass.with_perturbed(flags).residuals(
                 spec.inputs.with_refs(inputs, None), result.outputs, result.intermediates, result.captured
             )
@@ -386,7 +385,7 @@ class _FunctionRule(LinearizingRule):
 
 def _saved_outputs(forward_pass: ForwardPass) -> set[int]:
     """Returns the indices of the outputs' array leaves that are saved."""
-    return {source.place for source in forward_pass.saved.sources if source.kind == "output"}
+    return {source.idx for source in forward_pass.saved.sources if source.kind == "output"}
 
 
 def _with_flags(result: ForwardResult, leaves: Sequence[Any], perturbed: tuple[bool, ...]) -> ForwardResult:
@@ -401,7 +400,7 @@ def _with_flags(result: ForwardResult, leaves: Sequence[Any], perturbed: tuple[b
     if spec.inputs.has_refs:
         raise NotImplementedError(
             f"{spec.name}.forward reads ctx.needs_input_grad and would have to run again for this derivative, which "
-            "would write to its jax.Ref arguments twice. Make it save the same arrays for all flags."
+            "would write to its jax.Ref arguments twice. Make what it saves independent of the flags."
         )
     again = _run_stopped(spec, leaves, union, forward_pass.hooks)
     passes = again.forward_pass, forward_pass
@@ -415,7 +414,7 @@ def _with_flags(result: ForwardResult, leaves: Sequence[Any], perturbed: tuple[b
             f"{f'it was {flags[1]}' if any(forward_pass.seen_flags) else 'nothing was differentiated'}. What forward "
             "returns, and marks as non-differentiable, must not depend on ctx.needs_input_grad."
         )
-    rerun = replace(again.forward_pass, perturbed=union, rule_captures=forward_pass.rule_captures)
+    rerun = replace(again.forward_pass, perturbed=union, derivative_captures=forward_pass.derivative_captures)
     return again._replace(forward_pass=rerun, captured=result.captured)
 
 
@@ -476,23 +475,23 @@ class _ForwardPassMap(LinearMap):
         residuals: Sequence[Any],
         vectors: Sequence[Any],
     ) -> list[Any]:
-        """Runs `backward` or `jvp`; if the results depend on an array that is not saved, their derivatives raise."""
+        """Runs `backward` or `jvp`. If the results depend on an array that is not saved, their derivatives raise."""
         forward_pass, guards = self._forward_pass, list(residuals[: self._num_guards])
-        watched = forward_pass.watched if guards else ()  # otherwise nothing differentiates what it returns
-        results, is_kept = run_watched(rule, residuals[self._num_guards :], vectors, watched)
-        num_captured = len(forward_pass.rule_captures)
-        given = [*residuals[self._num_guards + num_captured :], *vectors]
-        outside = find_outside(forward_pass.stopped, given, results)
+        watched = forward_pass.watched if guards else ()  # without guards nothing differentiates the results
+        results, uses_watched = run_watched(rule, residuals[self._num_guards :], vectors, watched)
+        num_captured = len(forward_pass.derivative_captures)
+        operands = [*residuals[self._num_guards + num_captured :], *vectors]
+        outside = find_outside(forward_pass.stopped, operands, results)
         if outside.has_escaped:
             methods = forward_pass.spec.methods
-            if methods.rules_capture_staged():
+            if methods.derivatives_capture_staged():
                 raise methods.escaped_tracer_error(method)
-            raise NotImplementedError(_KEPT_OUTSIDE.format(name=self, method=method))
+            raise NotImplementedError(_STORED_OUTSIDE.format(name=self, method=method))
         guards += outside.inputs
         indices = [i for i, x in enumerate(results) if x is not None]
-        if (is_kept or outside.inputs or forward_pass.captures_arrays) and guards and indices:
+        if (uses_watched or outside.inputs or forward_pass.captures_arrays) and guards and indices:
             on_ctx = forward_pass.captures_arrays
-            message = forward_pass.captured_by_ctx() if on_ctx else _KEPT_OUTSIDE.format(name=self, method=method)
+            message = forward_pass.captured_by_ctx() if on_ctx else _STORED_OUTSIDE.format(name=self, method=method)
             error = DeferredError(NotImplementedError, message)
             for i, x in zip(indices, attach([results[i] for i in indices], (), guards, error), strict=True):
                 results[i] = x
@@ -515,19 +514,19 @@ class _ForwardPassMap(LinearMap):
         self, residuals: Sequence[Any], cotangents: Sequence[jax.Array | None]
     ) -> list[jax.Array | None]:
         """Derives reverse mode from `jvp`, where there is no `backward`."""
-        given = [zeros_of(aval) if ct is None else ct for aval, ct in zip(self.avals, cotangents, strict=True)]
+        cts = [zeros_of(aval) if ct is None else ct for aval, ct in zip(self.avals, cotangents, strict=True)]
 
         def push(*tangents: Any) -> list[Any]:
             return self.apply(residuals, tangents)
 
-        return list(_transposed(push, self._input_avals(), f"{self}.jvp", "reverse mode", "tangents")(given))
+        return list(_transposed(push, self._input_avals(), f"{self}.jvp", "reverse mode", "tangents")(cts))
 
     def _input_avals(self) -> list[Any]:
         return [self._forward_pass.input_avals[i].to_tangent_aval() for i in self._perturbed]
 
 
-_KEPT_OUTSIDE = (
-    "{method} of {name} uses an array that forward kept outside ctx, where it has no derivative; write ctx.name = "
+_STORED_OUTSIDE = (
+    "{method} of {name} uses an array that forward stored outside ctx, where it has no derivative; write ctx.name = "
     "array."
 )
 
@@ -554,7 +553,7 @@ def _transposed(
     def apply(values: Any) -> Any:
         try:
             return transpose(values)
-        except Exception as error:  # of many kinds, by JAX's transposition rules
+        except Exception as error:  # transposition rules of JAX raise many kinds
             raise RuntimeError(
                 f"{problem} Or it is linear, and JAX has no transpose of something in it, such as a Function with "
                 f"backward alone. JAX says: {error}"
@@ -595,14 +594,14 @@ class _IntermediatesRule(LinearizingRule):
         self._indices = indices
 
     def linearize(
-        self, outputs: Sequence[Any], kept: Sequence[Any], inputs: Sequence[Any], perturbed: Sequence[bool]
+        self, outputs: Sequence[Any], res: Sequence[Any], inputs: Sequence[Any], perturbed: Sequence[bool]
     ) -> tuple[Sequence[Any], LinearMap, Sequence[Any]]:
         outputs, inputs = list(map(as_array, outputs)), list(map(as_array, inputs))
         if any(map(is_traced, (*inputs, *outputs))):
-            outputs = attach(outputs, kept, inputs, self)
+            outputs = attach(outputs, res, inputs, self)
         indices = [i for i, flag in enumerate(perturbed) if flag]
         linear_map = _IntermediatesMap(self._forward_pass, self._replay, self._indices, indices, outputs, len(inputs))
-        return outputs, linear_map, [*inputs, *outputs, *kept]
+        return outputs, linear_map, [*inputs, *outputs, *res]
 
     @property
     def saves_inputs(self) -> bool:
@@ -615,7 +614,7 @@ class _IntermediatesRule(LinearizingRule):
 
 
 class _IntermediatesMap(LinearMap):
-    """The derivative of intermediates by forward's own operations, which run again for it."""
+    """The derivative of intermediates by forward's own operations, which run again to compute it."""
 
     def __init__(
         self,
@@ -677,7 +676,7 @@ class _IntermediatesMap(LinearMap):
         return function, [inputs[i] for i in self._perturbed]
 
     def _run_again(self, *arrays: Any) -> list[Any]:
-        """Runs `forward` again; returns the arrays saved in place of the intermediates, even outputs."""
+        """Runs `forward` again; returns the arrays that it saves in place of the intermediates, even outputs."""
         forward_pass = self._forward_pass
         with forward_pass.spec.scope("forward"):
             leaves = saved_leaves(call_forward(forward_pass.spec, arrays, forward_pass.seen_flags)[1])
@@ -687,7 +686,7 @@ class _IntermediatesMap(LinearMap):
         return [leaves[saved.leaf_of("intermediate", i)] for i in self._indices]
 
     def _run_staged_again(self, inputs: Sequence[Any]) -> Callable[..., list[Any]]:
-        """Stages the second run; raises if it has other operations, or other constants, such as numbers drawn."""
+        """Stages the second run; raises if it has an operation or constant (a random number) that the first lacks."""
         staged, consts = stage(lambda *arrays: ([], self._run_again(*arrays)), inputs)
         self._forward_pass.check_program("forward", consts)
         if not staged.has_operations_among(self._forward_pass.operations, consts):
@@ -695,7 +694,7 @@ class _IntermediatesMap(LinearMap):
         return lambda *arrays: staged.evaluate_second(consts, arrays)
 
     def _run_eagerly_again(self, arrays: Sequence[Any], intermediates: Sequence[Any]) -> list[Any]:
-        """Returns the intermediates of a second run; raises if they have other values."""
+        """Returns the intermediates of a second run; raises if their values differ."""
         again = self._run_again(*arrays)
         values = stop(again)
         if not all(map(_are_close, intermediates, values)):
@@ -724,7 +723,7 @@ def _are_equal(a: Any, b: Any) -> bool:
 
 
 def _is_true(flags: jax.Array) -> bool:
-    """Whether all flags are true, those under `jax.vmap` too; those that have no value are taken for true."""
+    """Whether all flags are true, under `jax.vmap` too; flags without a value count as true."""
     values = under_tracers(flags)
     # By NumPy: in an eager shard_map JAX would trace the operation.
     return not isinstance(values, jax.Array) or all(np.asarray(part.data).all() for part in values.addressable_shards)

@@ -17,9 +17,9 @@ class InputNames(NamedTuple):
 
     names: tuple[str, ...]  # in signature order; the items of `*args` are called `args[0]`, `args[1]`, ...
     num_positional: int  # how many `forward` takes by position; it takes the others by keyword
-    num_given: int  # one more than the index of the last input that the caller wrote out
+    num_passed: int  # one more than the index of the last input that the caller passed
     variadic: str | None = None  # the name of the `*args` parameter, whether or not it got items
-    extra_keywords: tuple[str, ...] = ()  # what `**kwargs` took
+    extra_keywords: tuple[str, ...] = ()  # the names in `**kwargs`
 
     def call(self, forward: Callable[..., Any], leading: tuple[Any, ...], inputs: Sequence[Any]) -> Any:
         """Calls `forward` with the inputs, after the `leading` ones (the ctx, in combined style)."""
@@ -87,23 +87,23 @@ class InputSpec:
     def check_inputs_unchanged(
         self, name: str, inputs: Sequence[Any], arrays: Sequence[Any], returned: Sequence[Any]
     ) -> None:
-        """Raises if `forward` has written to an object among its inputs, a copy, what it has not returned."""
+        """Raises if `forward` has stored an array that it does not return in an object among its inputs, a copy."""
         for index in self.mutable:
             start = sum(tree.num_arrays for tree in self.trees[:index])
             tree = self.trees[index]
             path = tree.mutated_path(inputs[index], arrays[start : start + tree.num_arrays], returned)
             if path is not None:
                 raise NotImplementedError(
-                    f"{name}.forward changed {self.names.describe(index)}{path and ' at '}{path}. A Function is given "
-                    "copies of objects that hold arrays, as jax.jit and jax.grad give them, so its caller would never "
-                    "see the change. Return the new state from forward, and write it back where the Function is called."
+                    f"{name}.forward changed {self.names.describe(index)}{path and ' at '}{path}. A Function "
+                    "receives copies of objects that hold arrays, as under jax.jit and jax.grad, so its caller would "
+                    "never see the change. Return the new state from forward, and write it back after the call."
                 )
 
 
 class ForwardSignature:
     """The parameters of a `forward`, without its ctx.
 
-    `hint` returns what messages add where `forward` was perhaps meant to take no ctx.
+    `hint` returns a text that messages add if `forward` was perhaps meant to take no ctx.
     """
 
     def __init__(
@@ -129,13 +129,13 @@ class ForwardSignature:
         # The usual call, plain positional arguments, needs no inspect.Signature.bind, which costs microseconds.
         self._is_plain = len(positional) == len(parameters)
         names = tuple(p.name for p in positional)
-        self._names = [InputNames(names, len(names), num_given) for num_given in range(len(names) + 1)]
+        self._names = [InputNames(names, len(names), num_passed) for num_passed in range(len(names) + 1)]
 
     def bind(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[InputNames, tuple[Any, ...]]:
         """Returns the names of a call's inputs, and the inputs in signature order with defaults filled in."""
-        num_given = len(args)
-        if self._is_plain and not kwargs and self._num_required <= num_given <= len(self._defaults):
-            return self._names[num_given], args + self._defaults[num_given:]
+        num_passed = len(args)
+        if self._is_plain and not kwargs and self._num_required <= num_passed <= len(self._defaults):
+            return self._names[num_passed], args + self._defaults[num_passed:]
         return self._bind_any(args, kwargs)
 
     def _bind_any(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[InputNames, tuple[Any, ...]]:
@@ -143,40 +143,40 @@ class ForwardSignature:
             bound = self.signature.bind(*args, **kwargs)
         except TypeError as error:
             raise TypeError(f"{self._function_name}.apply{self.signature}: {error}{self._hint(args, kwargs)}") from None
-        given = bound.arguments
+        arguments = bound.arguments
         names: list[str] = []
         inputs: list[Any] = []
-        num_positional = num_given = 0
+        num_positional = num_passed = 0
         variadic: str | None = None
         extra_keywords: tuple[str, ...] = ()
         for name, parameter in self.signature.parameters.items():
             kind = parameter.kind
             if kind is parameter.VAR_POSITIONAL:
                 variadic = name
-                items = given.get(name, ())
+                items = arguments.get(name, ())
                 names += [f"{name}[{i}]" for i in range(len(items))]
                 inputs += items
             elif kind is parameter.VAR_KEYWORD:
-                keywords = given.get(name, {})
+                keywords = arguments.get(name, {})
                 extra_keywords = tuple(keywords)
                 names += keywords
                 inputs += keywords.values()
             else:
                 names.append(name)
-                inputs.append(given.get(name, parameter.default))
+                inputs.append(arguments.get(name, parameter.default))
             if kind in _POSITIONAL or kind is parameter.VAR_POSITIONAL:
                 num_positional = len(inputs)
-            if name in given:
-                num_given = len(inputs)
+            if name in arguments:
+                num_passed = len(inputs)
         if len(set(names)) < len(names):
             twice = next(name for name in names if names.count(name) > 1)
             raise TypeError(
                 f"{self._function_name}.apply{self.signature}: {twice!r} names two inputs. Rename the parameter."
             )
-        return InputNames(tuple(names), num_positional, num_given, variadic, extra_keywords), tuple(inputs)
+        return InputNames(tuple(names), num_positional, num_passed, variadic, extra_keywords), tuple(inputs)
 
     def _hint(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> str:
-        """Returns what is wrong with `forward` where the call seems right."""
+        """Returns what is wrong with `forward` if the call itself seems right."""
         names = list(self._of_forward.parameters)
         if names[:1] == ["self"]:
             pattern = "forward(ctx, ...)" if self._takes_ctx else "forward(...)"

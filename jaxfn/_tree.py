@@ -3,8 +3,8 @@
 An *array leaf* is a `jax.Array`, traced or not, a NumPy array or scalar, a `jax.Ref`, or anything with
 `__jax_array__`. Every other leaf is static and stays the Python object that it is.
 
-An *array wrapper* is a pytree node that JAX accepts as an array, such as `nnx.Param`. As an argument it stays the node
-that it is, and may hold a pytree itself; a *wrapped array*, which holds one array, may be given in place of an array.
+An *array wrapper* is a pytree node that JAX accepts as an array, such as `nnx.Param`. As an argument it stays that
+node, and may hold a pytree itself; a *wrapped array*, which holds one array, may be returned in place of an array.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def is_inexact(dtype: Any) -> bool:
 
 
 def double(dtype: Any) -> np.dtype[Any]:
-    """Returns the double-precision dtype of the same kind, real or complex."""
+    """Returns float64, or complex128 for a complex dtype."""
     return np.dtype(np.complex128 if np.dtype(dtype).kind == "c" else np.float64)
 
 
@@ -102,7 +102,7 @@ def conjugate(gradient: jax.Array) -> jax.Array:
 
 
 def is_none(value: object) -> bool:
-    """Serves as `is_leaf`, so that pytrees keep `None`."""
+    """Whether a value is `None`; as `is_leaf`, makes `None` a leaf of a pytree."""
     return value is None
 
 
@@ -114,7 +114,7 @@ class Opaque:
         return ()
 
 
-# How many objects are searched before an array is assumed to be somewhere.
+# The number of objects that are searched before an array is assumed to be among the others.
 _SEARCH_LIMIT = 2000
 
 
@@ -163,7 +163,7 @@ def captured_values(function: types.FunctionType) -> list[Any]:
 
 
 class _ArrayMarker(Opaque):
-    """Stands in a `TreeSpec` for an array leaf."""
+    """A marker of an array leaf in a `TreeSpec`."""
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -182,17 +182,17 @@ def _is_torch_tensor_type(kind: type) -> bool:
 
 
 def _marker(leaf: Any) -> _ArrayMarker:
-    # The type of a tracer does not tell whether it is a reference, and asking its value is slow.
+    # The type of a tracer does not show whether it is a reference, and `is_ref` is slow.
     return _REF if type(leaf) is jax.Ref or (isinstance(leaf, Tracer) and is_ref(leaf)) else _ARRAY
 
 
 class TreeSpec:
     """The static part of a pytree: its treedef and its non-array leaves, with markers for the arrays.
 
-    Specs are equal if they have the same containers, of Python's own types, and their leaves are arrays or the same
+    Specs are equal if their containers, of Python's own types, are equal, and their leaves are arrays or identical
     *values*: `1`, `1.0` and `True` differ, as do `0.0` and `-0.0`. Hashing raises `TypeError` for others: a mutable
     object that compares equal today need not do so tomorrow, and pytree nodes of other types may compare equal and
-    still differ in what they hold.
+    still hold different data.
     """
 
     __slots__ = ("_key", "are_refs", "leaves", "num_arrays", "treedef")
@@ -248,7 +248,7 @@ class TreeSpec:
         return self.treedef is not None and not _has_plain_containers(self.treedef)
 
     def mutated_path(self, value: Any, arrays: Sequence[Any], known: Sequence[Any]) -> str | None:
-        """Returns where a value that `unflatten` made of `arrays` now holds a leaf that is in neither list."""
+        """Returns the path at which a value that `unflatten` built from `arrays` has a leaf that is in neither list."""
         new = self._new_paths(value, arrays, known)
         if new:  # an object that a node creates each time that it is flattened is not a mutation
             always = set(self._new_paths(self.unflatten(iter(arrays)), arrays, known))
@@ -342,7 +342,7 @@ _REF_SPEC = TreeSpec(None, (_REF,))
 
 @jax.tree_util.register_pytree_with_keys_class
 class _UnsortedDict:
-    """A pytree node for a dict whose keys cannot be sorted; it keeps their order, and unflattens to a dict."""
+    """A pytree node for a dict whose keys cannot be sorted, in insertion order; it unflattens to a dict."""
 
     def __init__(self, value: dict[Any, Any]) -> None:
         self._value = value
@@ -395,13 +395,13 @@ def flatten(value: Any) -> tuple[Sequence[Any], TreeSpec]:
 
 
 def flatten_saved(value: Any) -> tuple[Sequence[Any], TreeSpec]:
-    """Flattens like `flatten`, but keeps a value without array leaves as the very object that it is."""
+    """Flattens like `flatten`, but a value without array leaves becomes one static leaf, restored as that object."""
     arrays, spec = flatten(value)
     return (arrays, spec) if arrays else ((), TreeSpec(None, (value,)))
 
 
 class StructureError(ValueError):
-    """Says where two structures differ."""
+    """An error that says where two structures differ."""
 
 
 class ExpectedLeaf:
@@ -416,10 +416,10 @@ class ExpectedLeaf:
 def match_leaves(
     value: Any, skeleton: Any, path: tuple[Any, ...] = (), by_name: bool = False
 ) -> Iterator[tuple[str, Any, Any]]:
-    """Yields, for each leaf of the skeleton, its path, what `value` has in its place, and the leaf itself.
+    """Yields, for each leaf of the skeleton, its path, its counterpart in `value`, and the leaf itself.
 
     `None` matches a whole subtree. A node of a user's class (a module) may be matched by another container (a
-    dict, `nnx.State`), by the names in it. Libraries leave out what has no derivative, so names may be missing there.
+    dict, `nnx.State`), by the names in it. Libraries omit values without a derivative, so names may be missing there.
     """
     wanted, got = _children(skeleton), _children(value)
     if wanted is None:

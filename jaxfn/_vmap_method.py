@@ -95,16 +95,16 @@ class _OperationsRule(Rule):
         self._indices = indices
 
     def __call__(
-        self, outputs: Sequence[Any], kept: Sequence[Any], inputs: Sequence[Any], tangents: Sequence[Any]
+        self, outputs: Sequence[Any], res: Sequence[Any], inputs: Sequence[Any], tangents: Sequence[Any]
     ) -> tuple[Sequence[Any], Sequence[Any]]:
         perturbed = [i for i, t in enumerate(tangents) if t is not None]
 
         def function(*values: Any) -> list[Any]:
-            results, _ = self._staged.evaluate(kept, replace_at(perturbed, inputs, values))
+            results, _ = self._staged.evaluate(res, replace_at(perturbed, inputs, values))
             return [results[i] for i in self._indices]
 
         results = jax.jvp(function, [inputs[i] for i in perturbed], [tangents[i] for i in perturbed])[1]
-        return attach(outputs, kept, inputs, self), results
+        return attach(outputs, res, inputs, self), results
 
 
 def _raising_when_batched(problem: str) -> Any:
@@ -122,7 +122,7 @@ def _raising_when_batched(problem: str) -> Any:
 def _call_vmap(
     methods: UserMethods, spec: InputSpec, axis_size: int, in_batched: Sequence[bool], arrays: Sequence[Any]
 ) -> tuple[_Outputs, _Outputs]:
-    """Returns the outputs for a batch, the batch at axis 0, and for each array leaf whether it has one."""
+    """Calls the user's `vmap`; returns the outputs, batched at axis 0, and whether each array leaf is batched."""
     name = methods.name
     indices = iter(range(len(in_batched)))
     per_input = tuple(tree.unflatten_gradient(islice(indices, tree.num_arrays)) for tree in spec.trees)

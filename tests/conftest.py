@@ -17,7 +17,7 @@ os.environ["XLA_FLAGS"] = " ".join([*QUICK, os.environ.get("XLA_FLAGS", "")])
 
 @pytest.fixture
 def double_precision() -> Iterator[None]:
-    """For numbers beside torch's."""
+    """Enables float64 and exact products, to compare with torch."""
     with jax.enable_x64(True), jax.default_matmul_precision("highest"):
         yield
 

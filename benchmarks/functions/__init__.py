@@ -1,7 +1,7 @@
-"""The same Functions in several forms, one module per form, each with the same names.
+"""Several implementations of a few Functions, one module for each, with equal names in all.
 
-`twice_swish`, which is differentiated twice, is in JAX's own forms only. "forward alone" has no derivative of its own,
-so that only its eager call is measured.
+`twice_swish`, which is differentiated twice, is implemented on JAX only. "forward alone" has no custom derivative, so
+that only its eager call is measured.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ HAND_WRITTEN = "hand-written"
 FORWARD_ALONE = "forward alone"
 TORCH = "torch"
 
-# What each form needs besides JAX.
+# The packages that each form needs in addition to JAX.
 _FORMS = {
     "jaxfn": ("in_jaxfn", None),
     HAND_WRITTEN: ("hand_written", None),
@@ -26,7 +26,7 @@ _FORMS = {
 
 
 def installed_forms() -> dict[str, ModuleType]:
-    """The forms that can run here; says which are skipped."""
+    """Returns the forms that can run here, and prints which are skipped."""
     forms: dict[str, ModuleType] = {}
     for name, (module, library) in _FORMS.items():
         if name == TORCH and jax.default_backend() != "cpu":

@@ -1,4 +1,4 @@
-"""The operations of each forward, without any rule: what an eager call costs at least, one operation at a time."""
+"""The operations of each forward without a rule: a lower bound of the cost of an eager call."""
 
 from __future__ import annotations
 

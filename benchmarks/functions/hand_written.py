@@ -42,7 +42,7 @@ swish.defvjp(_swish_fwd, _swish_bwd)
 
 
 def twice_swish(x):
-    """In plain JAX, since a `custom_vjp` has no forward mode."""
+    """Computes swish twice in plain JAX, since a `custom_vjp` has no forward mode."""
     return x * jax.nn.sigmoid(x)
 
 
@@ -69,7 +69,7 @@ def linear(input, weight, bias=None):
 
 
 def _linear_fwd(input, weight, bias):
-    # Written out once more: calling `linear` here would trace a custom_vjp within the custom_vjp.
+    # Repeated here: calling `linear` would trace a custom_vjp within the custom_vjp.
     output = input @ weight.T
     return output if bias is None else output + bias, (input, weight, bias)
 

@@ -63,7 +63,7 @@ def _linear(arguments):
 
 @_linear.def_fwd
 def _(perturbed, arguments):
-    return _linear.fn(arguments), None  # equinox hands the arguments themselves to the backward
+    return _linear.fn(arguments), None  # equinox passes the arguments to the backward
 
 
 @_linear.def_bwd

@@ -39,7 +39,7 @@ class Swish(jaxfn.Function):
 
 
 class TwiceSwish(Swish):
-    """The same with forward mode, for `jax.hessian`."""
+    """Swish with a forward mode, for `jax.hessian`."""
 
     generate_jvp_rule = True
 

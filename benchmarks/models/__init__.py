@@ -1,1 +1,1 @@
-"""The same networks written for torch and natively in flax NNX, with the same names for the same parameters."""
+"""A few networks, each written for torch and in flax NNX, with equal names of parameters."""

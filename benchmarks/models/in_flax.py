@@ -1,4 +1,4 @@
-"""The networks in flax NNX, as one writes them there: images have their channels last."""
+"""The networks in idiomatic flax NNX: images have their channels last."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-_RNGS = nnx.Rngs(0)  # what they draw is replaced by torch's numbers
+_RNGS = nnx.Rngs(0)  # the initial values are replaced by torch's
 
 
 def _norm(channels: int) -> nnx.BatchNorm:
@@ -116,7 +116,7 @@ _NAMES = {"kernel": "weight", "scale": "weight", "embedding": "weight", "mean": 
 
 
 def load(model: nnx.Module, arrays: Mapping[str, np.ndarray]) -> None:
-    """Puts the numbers of the torch network into this one."""
+    """Loads the parameters of the torch network into this one."""
     state = nnx.to_flat_state(nnx.state(model, nnx.Any(nnx.Param, nnx.BatchStat)))
     loaded = [(path, variable.replace(jnp.asarray(_of(arrays, [str(p) for p in path])))) for path, variable in state]
     nnx.update(model, nnx.from_flat_state(loaded))
@@ -136,4 +136,4 @@ def _of(arrays: Mapping[str, np.ndarray], path: list[str]) -> np.ndarray:
 def _of_lstm(arrays: Mapping[str, np.ndarray], layer: str, part: str, name: str) -> np.ndarray:
     if name == "kernel":
         return arrays[f"lstm.weight_{'ih' if part == 'dense_i' else 'hh'}_l{layer}"]
-    return arrays[f"lstm.bias_ih_l{layer}"] + arrays[f"lstm.bias_hh_l{layer}"]  # one does here for both
+    return arrays[f"lstm.bias_ih_l{layer}"] + arrays[f"lstm.bias_hh_l{layer}"]  # one bias for both

@@ -10,7 +10,7 @@ from torch.nn import functional
 
 
 class Block(nn.Module):
-    """Two convolutions beside a shortcut."""
+    """Two convolutions with a shortcut."""
 
     def __init__(self, channels_in: int, channels: int, stride: int) -> None:
         super().__init__()
@@ -50,7 +50,7 @@ class ResNet18(nn.Module):
 
 
 class Layer(nn.Module):
-    """A transformer's, normalized first."""
+    """A transformer layer that normalizes first."""
 
     def __init__(self, width: int, heads: int, is_causal: bool) -> None:
         super().__init__()

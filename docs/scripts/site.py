@@ -1,8 +1,9 @@
-"""Hooks of mkdocs: pages of the examples, made of the files themselves."""
+"""Hooks of mkdocs: pages of the examples, from the files themselves, and of the notebook."""
 
 from __future__ import annotations
 
 import ast
+import json
 from pathlib import Path
 
 from mkdocs.config.defaults import MkDocsConfig
@@ -32,6 +33,7 @@ def on_files(files: Files, *, config: MkDocsConfig) -> None:
     for folder in FOLDERS:
         for name, content in pages(folder):
             files.append(File.generated(config, name, content=content))
+    files.append(File.generated(config, "reports.md", content=notebook_page(ROOT / "docs" / "reports.ipynb")))
 
 
 def pages(folder: str) -> list[tuple[str, str]]:
@@ -43,6 +45,17 @@ def pages(folder: str) -> list[tuple[str, str]]:
     rows = [f"| [{_title(path)}]({path.stem}.md) | {_split(path)[0].splitlines()[0]} |" for path in paths]
     index = "\n".join([f"# {title}", "", words, "", "| File | Content |", "|---|---|", *rows, ""])
     return [(f"{folder}/index.md", index), *((f"{folder}/{path.stem}.md", _page(path)) for path in paths)]
+
+
+def notebook_page(path: Path) -> str:
+    """Returns the page of an executed notebook."""
+    parts: list[str] = []
+    for cell in json.loads(path.read_text())["cells"]:
+        source = "".join(cell["source"])
+        parts.append(source if cell["cell_type"] == "markdown" else f"```python\n{source}\n```")
+        for output in cell.get("outputs", []):
+            parts.append(f'<div class="output">\n{"".join(output["data"]["text/html"])}\n</div>')
+    return "\n\n".join([*parts, f"[The notebook]({path.name})"])
 
 
 def _page(path: Path) -> str:

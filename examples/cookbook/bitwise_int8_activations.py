@@ -1,12 +1,12 @@
-"""What is kept for backward, in bits: ReLU keeps one for each number, a linear layer eight.
+"""Residuals of a few bits: ReLU saves one bit for each number, a linear layer eight.
 
     python examples/cookbook/bitwise_int8_activations.py
 
-Why a Function: autodiff keeps what it needs as it finds it. A rule may keep less: ReLU's derivative is a bit, and a
-weight's gradient is a sum over many examples, for which the layer's input may be rounded (Chen et al., 2021). Forward
-nothing is rounded at all.
-Claim: a network of eight layers keeps 9 bits for each activation, where autodiff keeps 64 (`jaxfn.residuals`
-counts them); the gradient of ReLU is exact, those of the weights are right to 1%.
+Why a Function: autodiff saves the intermediates in their own dtype. A rule may save less: ReLU's derivative is a bit,
+and a weight's gradient is a sum over many examples, for which the layer's input may be rounded (Chen et al., 2021). The
+forward pass rounds nothing.
+Claim: a network of eight layers saves 9 bits for each activation, where autodiff saves 64 (counted by
+`jaxfn.residuals`); the gradient of ReLU is exact, those of the weights are right to 1%.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import jaxfn
 
 @jaxfn.function
 def relu(ctx, x: jax.Array) -> jax.Array:
-    """Keeps a bit for each number."""
+    """Computes ReLU; saves one bit for each number."""
     ctx.bits = jnp.packbits(x > 0, axis=-1)
     return jnp.maximum(x, 0)
 
@@ -31,14 +31,14 @@ def _(ctx, grad_output: jax.Array) -> jax.Array:
 
 
 class Linear(jaxfn.Function):
-    """x @ weight, of x (examples, features); keeps x as int8, with a scale for each example."""
+    """Computes x @ weight for x (examples, features); saves x as int8, with a scale for each example."""
 
     @staticmethod
     def forward(ctx, x: jax.Array, weight: jax.Array) -> jax.Array:
         scale = jnp.maximum(jnp.max(jnp.abs(x), axis=-1, keepdims=True) / 127, jnp.finfo(x.dtype).tiny)
         if ctx.needs_input_grad.weight:
             ctx.save_for_backward(codes=jnp.round(x / scale).astype(jnp.int8), scale=scale)
-        ctx.weight = weight  # it is there anyway
+        ctx.weight = weight  # an input, which needs no extra memory
         return x @ weight
 
     @staticmethod
@@ -66,20 +66,20 @@ def main(layers: int = 8, examples: int = 512, width: int = 128) -> None:
     keys = jax.random.split(jax.random.key(0), layers + 1)
     weights = [(2 / width) ** 0.5 * jax.random.normal(key, (width, width)) for key in keys[1:]]
     x = jax.random.normal(keys[0], (examples, width))
-    kept = {}
+    saved = {}
     for function in (network, plain_network):
         ledger = jaxfn.residuals(function, weights, x, argnums=0)
-        kept[function] = ledger.total_bytes - sum(row.nbytes for row in ledger if row.argument.startswith("args[0]"))
+        saved[function] = ledger.total_bytes - sum(row.nbytes for row in ledger if row.argument.startswith("args[0]"))
 
     ours, exact = (
         jnp.stack(jax.jit(jax.grad(lambda w: jnp.mean(function(w, x) ** 2)))(weights))
         for function in (network, plain_network)
     )
     error = jnp.linalg.norm(ours - exact) / jnp.linalg.norm(exact)
-    print(f"kept for backward by {layers} layers: {kept[network]:,} bytes; by autodiff: {kept[plain_network]:,}")
+    print(f"saved for backward by {layers} layers: {saved[network]:,} bytes; by autodiff: {saved[plain_network]:,}")
     print(f"  the gradients are off by {error:.2%}")
-    assert kept[network] == layers * (x.size * 9 // 8 + 4 * examples)  # 9 bits, and a scale for each example
-    assert kept[plain_network] == layers * x.size * 8
+    assert saved[network] == layers * (x.size * 9 // 8 + 4 * examples)  # 9 bits, and a scale for each example
+    assert saved[plain_network] == layers * x.size * 8
     assert 0 < error < 0.01
     slopes = [jax.grad(lambda x: jnp.sum(jnp.sin(f(x))))(x) for f in (relu, lambda x: jnp.maximum(x, 0))]
     assert jnp.array_equal(*slopes)

@@ -2,10 +2,11 @@
 
     python examples/cookbook/crf.py
 
-The log-likelihood of a sequence of tags needs a sum over all sequences. Autodiff of the recursion keeps a term for each
+The log-likelihood of a sequence of tags needs a sum over all sequences. Autodiff of the recursion saves a term for each
 pair of tags at each position; the derivative is known to be the probabilities of tags and of neighbouring tags, which
 the second half of the forward-backward algorithm gives.
-Claim: value and gradients are those of the sum written out, and what is kept for pairs of tags is kept once.
+Claim: value and gradients are those of the sum written out, and one array of pairs of tags is saved, instead of one for
+each position.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ import jaxfn
 
 
 def sums_up_to(emissions: jax.Array, transitions: jax.Array) -> jax.Array:
-    """For each position and tag, the logarithm of the sum of exp(score) over all sequences that end there with it."""
+    """Returns, for each position and tag, log(sum(exp(score))) over all sequences that end with that tag there."""
 
     def step(alpha: jax.Array, emission: jax.Array) -> tuple[jax.Array, jax.Array]:
         alpha = logsumexp(alpha[:, None] + transitions, axis=0) + emission
@@ -30,13 +31,13 @@ def sums_up_to(emissions: jax.Array, transitions: jax.Array) -> jax.Array:
 
 
 def by_autodiff(emissions: jax.Array, transitions: jax.Array) -> jax.Array:
-    """The logarithm of the sum over all sequences in plain JAX, to compare with."""
+    """Returns the logarithm of the sum over all sequences, in plain JAX, for comparison."""
     return logsumexp(sums_up_to(emissions, transitions)[-1])
 
 
 @jaxfn.function
 def log_partition(ctx, emissions: jax.Array, transitions: jax.Array) -> jax.Array:
-    """The same; emissions are scores by position and tag, transitions by a tag and the one after it."""
+    """Returns the logarithm of the sum over all sequences; `transitions` has scores by tag and next tag."""
     alphas = sums_up_to(emissions, transitions)
     total = logsumexp(alphas[-1])
     ctx.save_for_backward(emissions, transitions, alphas, total)
@@ -70,7 +71,7 @@ def log_likelihood(emissions: jax.Array, transitions: jax.Array, tags: jax.Array
 
 
 def written_out(emissions: jax.Array, transitions: jax.Array, tags: jax.Array) -> jax.Array:
-    """The same with every sequence, one by one."""
+    """Returns the log-likelihood by the sum over a list of all sequences, for comparison."""
     length, num_tags = emissions.shape
     sequences = jnp.array(list(itertools.product(range(num_tags), repeat=length)))
     scores = jax.vmap(lambda tags: score(emissions, transitions, tags))(sequences)
@@ -90,9 +91,9 @@ def main(length: int = 6, num_tags: int = 4) -> None:
     assert jnp.allclose(marginals.sum(1), 1, atol=1e-5)  # they are probabilities
 
     long = jax.ShapeDtypeStruct((1000, 30), jnp.float32), jax.ShapeDtypeStruct((30, 30), jnp.float32)
-    kept, kept_by_plain = (jaxfn.residuals(f, *long).total_bytes for f in (log_partition, by_autodiff))
-    print(f"kept for 1000 positions and 30 tags: {kept:,} bytes; by autodiff {kept_by_plain:,}")
-    assert kept == (2 * 1000 * 30 + 30 * 30 + 1) * 4 < kept_by_plain / 10
+    saved, saved_by_autodiff = (jaxfn.residuals(f, *long).total_bytes for f in (log_partition, by_autodiff))
+    print(f"saved for 1000 positions and 30 tags: {saved:,} bytes; by autodiff {saved_by_autodiff:,}")
+    assert saved == (2 * 1000 * 30 + 30 * 30 + 1) * 4 < saved_by_autodiff / 10
 
 
 if __name__ == "__main__":

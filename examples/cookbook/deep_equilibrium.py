@@ -2,9 +2,9 @@
 
     python examples/cookbook/deep_equilibrium.py
 
-Autodiff keeps every pass through the block. At the fixed point z = block(weights, x, z) the gradient is one linear
-equation in the block's transposed Jacobian, which is solved like the first by iteration.
-Claim: what is kept does not depend on the number of iterations, and the gradients are those through all of them.
+Autodiff saves every pass through the block. At the fixed point z = block(weights, x, z) the gradient is one linear
+equation in the block's transposed Jacobian, which is solved by iteration too.
+Claim: the saved bytes do not depend on the number of iterations, and the gradients are those through all of them.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def iterate(step: Callable[[jax.Array], jax.Array], start: jax.Array, tolerance:
 
 
 class FixedPoint(jaxfn.Function):
-    """z with z = block(weights, x, z). The block is a contraction in z; weights are any pytree."""
+    """Solves z = block(weights, x, z). The block is a contraction in z; weights are any pytree."""
 
     @staticmethod
     def forward(ctx, block: Block, weights: Any, x: jax.Array, tolerance: float = 1e-6, most: int = 1000) -> jax.Array:
@@ -61,7 +61,7 @@ def block(weights: dict[str, jax.Array], x: jax.Array, z: jax.Array) -> jax.Arra
 
 
 def unrolled(weights: dict[str, jax.Array], x: jax.Array, steps: int) -> jax.Array:
-    """The same through all of the passes, to compare with."""
+    """Returns the fixed point by a loop, which autodiff goes through, for comparison."""
     return jax.lax.scan(lambda z, _: (block(weights, x, z), None), jnp.zeros_like(x), length=steps)[0]
 
 
@@ -79,12 +79,12 @@ def main(batch: int = 16, width: int = 32) -> None:
 
     grads, expected = jax.jit(jax.grad(implicit))(weights), jax.jit(jax.grad(plain))(weights)
     difference = max(float(jnp.max(jnp.abs(grads[name] - expected[name]))) for name in grads)
-    kept = [jaxfn.residuals(lambda w: implicit(w, most), weights).total_bytes for most in (10, 1000)]
-    kept_by_plain = [jaxfn.residuals(lambda w: plain(w, steps), weights).total_bytes for steps in (10, 1000)]
+    saved = [jaxfn.residuals(lambda w: implicit(w, most), weights).total_bytes for most in (10, 1000)]
+    saved_by_plain = [jaxfn.residuals(lambda w: plain(w, steps), weights).total_bytes for steps in (10, 1000)]
     print(f"gradients off by {difference:.0e} from those through 100 passes")
-    print(f"kept by 10 and by 1000 passes: {kept[0]:,} and {kept[1]:,} bytes; by plain JAX: {kept_by_plain}")
+    print(f"saved by 10 and by 1000 passes: {saved[0]:,} and {saved[1]:,} bytes; by plain JAX: {saved_by_plain}")
     assert difference < 1e-6
-    assert kept[0] == kept[1] < kept_by_plain[0] < kept_by_plain[1] / 50
+    assert saved[0] == saved[1] < saved_by_plain[0] < saved_by_plain[1] / 50
 
 
 if __name__ == "__main__":

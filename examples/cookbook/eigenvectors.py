@@ -1,12 +1,12 @@
-"""Derivatives through eigenvectors whose eigenvalues coincide, in what does not depend on their choice.
+"""Derivatives through eigenvectors whose eigenvalues coincide, for results that do not depend on their choice.
 
     python examples/cookbook/eigenvectors.py
 
 Where eigenvalues are equal, eigenvectors are a matter of choice, and their derivative divides by zero: by `eigh` it is
 nan. The space that they span together has a derivative, and whatever does not depend on the choice is a function of its
 projector. The projector's rule divides by gaps between what is inside and what is outside, and by no others.
-Claim: in benzene, two pairs of whose six levels coincide, gradients are the numbers of the textbooks; where eigenvalues
-are exactly equal they are right, and plain JAX's are nan.
+Claim: in benzene, two pairs of whose six levels coincide, gradients are the textbook numbers; where eigenvalues are
+exactly equal they are right, and plain JAX's are nan.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import jaxfn
 
 @jaxfn.function
 def projector(ctx, matrix: jax.Array, count: int) -> jax.Array:
-    """The projector onto the eigenvectors of the `count` smallest eigenvalues of a symmetric matrix.
+    """Returns the projector onto the eigenvectors of the `count` smallest eigenvalues of a symmetric matrix.
 
     The next eigenvalue has to be larger: as that gap closes, the derivative grows beyond all bounds. The sum of these
     eigenvalues is trace(matrix @ projector).
@@ -32,7 +32,7 @@ def projector(ctx, matrix: jax.Array, count: int) -> jax.Array:
 
 
 @projector.backward
-@jaxfn.once_differentiable  # a second derivative would go through eigh itself: it is refused, and not nan
+@jaxfn.once_differentiable  # a second derivative would go through eigh: it raises, and is not nan
 def _(ctx, grad_output: jax.Array) -> tuple[jax.Array, None]:
     values, vectors = ctx.saved_tensors
     inside, outside = jnp.split(vectors, [ctx.count], axis=1)
@@ -43,13 +43,13 @@ def _(ctx, grad_output: jax.Array) -> tuple[jax.Array, None]:
 
 
 def plain_projector(matrix: jax.Array, count: int) -> jax.Array:
-    """The same for JAX's autodiff, to compare with."""
+    """Returns the projector in plain JAX, for comparison."""
     inside = jnp.linalg.eigh(matrix)[1][:, :count]
     return inside @ inside.T
 
 
 def ring(couplings: jax.Array, sites: jax.Array) -> jax.Array:
-    """Hueckel's matrix of atoms in a ring, in units of the (negative) resonance integral."""
+    """Returns Hueckel's matrix of atoms in a ring, in units of the (negative) resonance integral."""
     n = len(sites)
     neighbours = jnp.zeros((n, n)).at[jnp.arange(n), (jnp.arange(n) + 1) % n].set(couplings)
     return jnp.diag(sites) - neighbours - neighbours.T
@@ -59,7 +59,7 @@ def main() -> None:
     couplings, sites = jnp.ones(6), jnp.zeros(6)
 
     def charge(sites: jax.Array) -> jax.Array:
-        """Of the first atom: two electrons in each of the three lowest orbitals."""
+        """Returns the charge of the first atom, with two electrons in each of the three lowest orbitals."""
         return 2 * projector(ring(couplings, sites), 3)[0, 0]
 
     def bond(couplings: jax.Array) -> jax.Array:
@@ -71,7 +71,7 @@ def main() -> None:
 
     polarizability = -jax.jit(jax.grad(charge))(sites)
     textbook = jnp.array([43, -17, 1, -11, 1, -17]) / 108  # Coulson and Longuet-Higgins, 1947
-    # Two of the three orbitals have one energy: whichever they are, the bonds are the same.
+    # Two of the three orbitals have one energy: the bonds do not depend on their choice.
     print(f"bond order {bond(couplings):.4f}, energy {energy(couplings):.4f}")
     print(f"polarizability, atom by atom, times 108: {108 * polarizability}")
     assert jnp.allclose(bond(couplings), 2 / 3, atol=1e-5) and jnp.allclose(energy(couplings), -8, atol=1e-4)

@@ -1,10 +1,10 @@
-"""A loss whose second derivative is the Gauss-Newton matrix, for everything that asks for a Hessian.
+"""A loss whose second derivative is the Gauss-Newton matrix, for every user of a Hessian.
 
     python examples/cookbook/gauss_newton_loss.py
 
 The Hessian of a loss of a model is J.T @ H @ J and a term with the model's own curvature, by which a Newton step may
-lead uphill. Here the model has a rule that takes its Jacobian for a constant, which leaves that term out. It holds at
-every order, so `jax.hessian`, and products with it in any mode, are J.T @ H @ J, and optimizers need no other code.
+lead uphill. Here the model's rule treats its Jacobian as a constant, which omits that term. It holds at every order, so
+`jax.hessian`, and products with it in any mode, are J.T @ H @ J, and optimizers need no other code.
 Claim: they are the dense product, positive semidefinite where the Hessian is not; Newton's method converges in 20 steps
 from three starts, from each of which the Hessian leads it astray.
 """
@@ -24,7 +24,7 @@ Model = Callable[[Any, jax.Array], jax.Array]  # of weights, any pytree, and inp
 
 
 class Linearized(jaxfn.Function):
-    """model(weights, x), whose derivatives by the weights are those of the model, but constants to derive again."""
+    """Computes model(weights, x). Its first derivative by the weights is the model's; its second one is zero."""
 
     @staticmethod
     def forward(ctx, model: Model, weights: Any, x: jax.Array) -> jax.Array:
@@ -43,18 +43,18 @@ class Linearized(jaxfn.Function):
 
 
 def line(weights: jax.Array, t: jax.Array) -> jax.Array:
-    """A line in a spectrum: its height, position and width."""
+    """Returns a line in a spectrum from its height, position and width."""
     height, position, width = weights
     return height * jnp.exp(-(((t - position) / width) ** 2))
 
 
 def poisson(output: jax.Array, counts: jax.Array) -> jax.Array:
-    """The negative log-likelihood of counts, whose expected numbers are exp(output): convex in the output."""
+    """Returns the negative log-likelihood of counts with means exp(output), which is convex in the output."""
     return jnp.sum(jnp.exp(output) - counts * output)
 
 
 def newton(loss: Callable[[jax.Array], jax.Array], weights: jax.Array, steps: int) -> jax.Array:
-    """Newton's method with some damping, which knows nothing of models."""
+    """Minimizes a function by Newton's method with some damping."""
 
     def step(weights: jax.Array, _: None) -> tuple[jax.Array, None]:
         hessian = jax.hessian(loss)(weights)
@@ -76,7 +76,7 @@ def main() -> None:
 
     @jax.jit
     def products(start: jax.Array, v: jax.Array) -> tuple[jax.Array, ...]:
-        """J.T @ H @ J @ v, and what should be the same: forward over reverse, reverse twice, the whole matrix."""
+        """Returns J.T @ H @ J @ v, and `loss`'s Hessian times v in three ways."""
         J, H = jax.jacrev(line)(start, t), jax.hessian(poisson)(line(start, t), counts)
         reverse = jax.grad(lambda w: jnp.vdot(jax.grad(loss)(w), v))(start)
         return J.T @ H @ J @ v, jax.jvp(jax.grad(loss), (start,), (v,))[1], reverse, jax.hessian(loss)(start) @ v

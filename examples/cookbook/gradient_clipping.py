@@ -1,12 +1,12 @@
-"""Gradients clipped inside of backward, at each step of a recurrent network.
+"""Gradients clipped inside backward, at each step of a recurrent network.
 
     python examples/cookbook/gradient_clipping.py
 
-In a network that amplifies, gradients grow at each step that they go back, until they are infinite. Clipping what
-arrives at the optimizer is too late then: infinity has no direction left.
-Why a Function: the identity forward, and backward something that is not even linear in the gradient.
+In a network that amplifies, gradients grow at each step that they go back, until they are infinite. Clipping in the
+optimizer is too late then: an infinite gradient has no direction left.
+Why a Function: forward is the identity, and backward is not even linear in the gradient.
 Claim: over 1000 steps plain gradients are not finite, with optax's clipping or without; clipped at each step they are,
-and the network learns to repeat what it heard one step before.
+and the network learns to repeat its input with a delay of one step.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import jaxfn
 
 @jaxfn.function
 def clip_gradient(ctx, x: jax.Array, limit: float) -> jax.Array:
-    """x itself; its gradient is made no longer than `limit`, for each vector along the last axis."""
+    """Returns x; its gradient is clipped to the length `limit`, for each vector along the last axis."""
     ctx.limit = limit
     return x
 
@@ -35,7 +35,7 @@ Weights = dict[str, jax.Array]
 
 
 def loss(weights: Weights, heard: jax.Array, limit: float | None) -> jax.Array:
-    """How far what is said at each step is from what was heard at the step before; `heard` is (steps, batch)."""
+    """Returns the mean squared error of outputs that should repeat the previous input; `heard` is (steps, batch)."""
 
     def step(state: jax.Array, x: jax.Array) -> tuple[jax.Array, jax.Array]:
         if limit is not None:

@@ -1,11 +1,11 @@
-"""Gradient reversal (Ganin et al., 2016): features that tell the label, and not where the example is from.
+"""Gradient reversal (Ganin et al., 2016): features that predict the label, and not the domain of the example.
 
     python examples/cookbook/gradient_reversal.py
 
 Why a Function: it is the identity forward and times -strength backward, which is no function's derivative. With it two
-opponents are trained by one backward pass: the domain's classifier to tell domains apart, the features to prevent it.
-Claim: the gradient is that of the two losses apart, put together by hand. Trained with it, features lose the domain and
-keep the label; without it they tell the domain nearly always.
+opponents are trained by one backward pass: the domain's classifier to distinguish domains, the features to prevent it.
+Claim: the gradient of the features is that of the label's loss minus `strength` times that of the domain's. Trained
+with it, features predict the label but not the domain; without it they nearly always predict the domain.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import jaxfn
 
 @jaxfn.function
 def reverse_gradient(ctx, x: jax.Array, strength: float | jax.Array) -> jax.Array:
-    """x itself; its gradient is multiplied by -strength."""
+    """Returns x; its gradient is multiplied by -strength."""
     ctx.strength = strength
     return x
 
@@ -35,7 +35,7 @@ Weights = dict[str, jax.Array]
 
 
 def losses(weights: Weights, x: jax.Array, label: jax.Array, domain: jax.Array, strength: float | None) -> jax.Array:
-    """Of the label and of the domain, which share their features; without a strength, nothing is reversed."""
+    """Returns the losses of label and domain, which share their features; without a strength, nothing is reversed."""
     features = x @ weights["features"]
     for_domain = features if strength is None else reverse_gradient(features, strength)
     logits = jnp.stack([features @ weights["label"], for_domain @ weights["domain"]])
@@ -59,7 +59,7 @@ def main() -> None:
     label, domain = jax.random.bernoulli(keys[0], shape=(2, 2000)).astype(jnp.float32)
     signs = 2 * jnp.stack([label, domain, label], 1) - 1
     noise = jax.random.normal(keys[1], (2000, 5)) * jnp.array([0.7, 0.3, 0.7, 1, 1])
-    x = noise.at[:, :3].add(signs).at[:, 2].add(signs[:, 1])  # the third column tells both
+    x = noise.at[:, :3].add(signs).at[:, 2].add(signs[:, 1])  # the third column depends on both
     data = x, label, domain
     shapes = {"features": (5, 2), "label": (2,), "domain": (2,)}
     start = {name: 0.3 * jax.random.normal(keys[2], shape) for name, shape in shapes.items()}

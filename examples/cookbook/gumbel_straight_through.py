@@ -1,9 +1,9 @@
-"""Choosing by chance inside of a network: one-hot samples with the gradient of a softmax (Jang et al., 2017).
+"""Random choices inside a network: one-hot samples with the gradient of a softmax (Jang et al., 2017).
 
     python examples/cookbook/gumbel_straight_through.py
 
-Why a Function: `hard + soft - stop_gradient(soft)`, the usual way, makes numbers that are nearly 0 and 1, and keeps
-what autodiff of the softmax keeps. Here the sample is exact, and kept are the probabilities.
+Why a Function: `hard + soft - stop_gradient(soft)`, the usual way, returns numbers that are nearly 0 and 1, and saves
+what autodiff of the softmax saves. Here the sample is exact, and the probabilities are saved.
 Claim: samples are exactly one-hot and as frequent as they should be, the gradient is the softmax's, and descent through
 samples finds the best of eight choices in a lottery.
 """
@@ -17,7 +17,7 @@ import jaxfn
 
 
 class HardMax(jaxfn.Function):
-    """1 for the largest entry along the last axis, and 0 for the others; backward that is softmax(x / temperature)."""
+    """1 for the largest entry along the last axis, 0 for others, with the backward of softmax(x / temperature)."""
 
     @staticmethod
     def forward(ctx, x: jax.Array, temperature: float) -> jax.Array:
@@ -33,7 +33,7 @@ class HardMax(jaxfn.Function):
 
 
 def sample(logits: jax.Array, key: jax.Array, temperature: float = 1.0) -> jax.Array:
-    """One-hot, with probabilities softmax(logits): the largest of logits with Gumbel noise is distributed so."""
+    """Draws one-hot samples with probabilities softmax(logits): the largest of logits with Gumbel noise."""
     return HardMax.apply(logits + jax.random.gumbel(key, logits.shape, logits.dtype), temperature)
 
 

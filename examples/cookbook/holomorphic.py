@@ -3,8 +3,8 @@
     python examples/cookbook/holomorphic.py
 
 W(z) solves w * exp(w) = z by an iteration that no autodiff in reverse goes through, and its derivative is known. In
-torch the gradient of a real loss L is dL/dx + i dL/dy, so backward multiplies by the conjugate of the derivative, and
-it is written here as it stands in torch code. `jax.grad` has the conjugate of that outside, as for any JAX function.
+torch the gradient of a real loss L is dL/dx + i dL/dy, so backward multiplies by the conjugate of the derivative, as in
+torch code. `jax.grad` returns the conjugate of that, as for any JAX function.
 Claim: `jax.grad(holomorphic=True)` is W', and steps against the conjugate of `jax.grad` lead to the minimum of a loss.
 """
 
@@ -17,11 +17,11 @@ import jaxfn
 
 
 class LambertW(jaxfn.Function):
-    """The principal branch, for complex numbers; without a derivative at -1/e, where the branches meet."""
+    """The principal branch for complex numbers. It has no derivative at -1/e, where the branches meet."""
 
     @staticmethod
     def forward(ctx, z: jax.Array) -> jax.Array:
-        # Near the branch point a series, and else what the logarithm says of large z, to the right and to the left.
+        # A series near the branch point, and elsewhere the asymptotic logarithm, to the right and to the left.
         p, log, log1p = jnp.sqrt(2 * (jnp.e * z + 1)), jnp.log(z), jnp.log(1 + z)
         large = jnp.where(z.real > 0, log1p * (1 - jnp.log(1 + log1p) / (2 + log1p)), log - jnp.log(log))
         start = jnp.where(jnp.abs(p) < 2.5, -1 + p - p**2 / 3, large)
@@ -47,7 +47,7 @@ class LambertW(jaxfn.Function):
 
 
 def slope_of(w: jax.Array) -> jax.Array:
-    """dW/dz, where w = W(z)."""
+    """Returns dW/dz for w = W(z)."""
     return jnp.exp(-w) / (1 + w)
 
 

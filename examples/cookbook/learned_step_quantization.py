@@ -3,10 +3,10 @@
     python examples/cookbook/learned_step_quantization.py
 
 The step trades rounding (finer is better) against clipping (wider is better), and is trained along with the weights.
-Why a Function: autodiff has only the codes as the derivative by the step. Counting rounding as the identity gives
-codes - x / step, which knows how far each value lies from its code.
-Claim: from steps four times too small and too large it finds one whose error is within 2% of the best there is, and
-the rule is the derivative of what it claims to be (`gradcheck` with a surrogate).
+Why a Function: autodiff's derivative by the step is the codes alone. With rounding as the identity it is codes - x /
+step, which depends on the distance of each value from its code.
+Claim: from steps four times too small and too large, training finds one whose error is within 2% of the best, and the
+rule is the derivative of its surrogate (`gradcheck`).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import jaxfn
 
 @jaxfn.function
 def quantize(ctx, x: jax.Array, step: jax.Array, bits: int) -> jax.Array:
-    """x as multiples of a step that is learned, by signed codes of so many bits."""
+    """Rounds x to multiples of a learned step, by signed codes of `bits` bits."""
     ctx.save_for_backward(x, step)
     ctx.bits = bits
     return codes_of(x, step, bits)[1] * step
@@ -35,13 +35,13 @@ def _(ctx, grad_output: jax.Array) -> tuple[jax.Array, jax.Array, None]:
 
 
 def codes_of(x: jax.Array, step: jax.Array, bits: int) -> tuple[jax.Array, jax.Array]:
-    """The nearest whole numbers of steps, and those that there are codes for."""
+    """Returns x / step, rounded, and the nearest codes."""
     rounded = jnp.round(x / step)
     return rounded, jnp.clip(rounded, -(2 ** (bits - 1)), 2 ** (bits - 1) - 1)
 
 
 def surrogate(x: jax.Array, step: jax.Array, bits: int) -> jax.Array:
-    """What the rule is the derivative of: the rounding errors are constants, and so are the codes at the ends."""
+    """Computes `quantize` with rounding errors, and codes at both ends, as constants: the rule is its derivative."""
     rounded, codes = map(jax.lax.stop_gradient, codes_of(x, step, bits))
     error = jax.lax.stop_gradient(codes - x / step)
     return jnp.where(rounded == codes, x / step + error, codes) * step

@@ -2,9 +2,9 @@
 
     python examples/cookbook/matrix_square_root.py
 
-Autodiff through the eigendecomposition divides by differences of eigenvalues, and gives nan where two are equal. The
-root S itself says that dS @ S + S @ dS = dA: an equation with sums of positive numbers only. Its solution is a Function
-as well, whose rule is the same equation, so no derivative of any order differentiates `eigh`.
+Autodiff through the eigendecomposition divides by differences of eigenvalues, and is nan where two are equal. The root
+S satisfies dS @ S + S @ dS = dA, an equation with sums of positive numbers only. Its solution is a Function too, whose
+rule is the equation itself, so no derivative of any order differentiates `eigh`.
 Claim: right at the unit matrix, where all eigenvalues coincide, first and second derivative, forward and reverse.
 """
 
@@ -64,7 +64,7 @@ def plain_square_root(matrix: jax.Array) -> jax.Array:
 
 
 def frechet_distance(mean: jax.Array, covariance: jax.Array, other: jax.Array) -> jax.Array:
-    """Between a normal distribution and one around 0, squared: what generated images are judged by."""
+    """Returns the squared distance of a normal distribution from one around 0, which rates generated images."""
     root = SquareRoot.apply(other)
     mixed = SquareRoot.apply(root @ covariance @ root)
     return mean @ mean + jnp.trace(covariance + other - 2 * mixed)
@@ -81,7 +81,7 @@ def main(n: int = 5) -> None:
     first, second = (jax.jit(f)(unit) for f in (along(SquareRoot.apply), along(along(SquareRoot.apply))))
     reverse = jax.jit(jax.grad(lambda x: jnp.vdot(b, SquareRoot.apply(x))))(unit)
     plain = along(plain_square_root)(unit)
-    # Where the other covariance is the same, the distance is 0, and smallest.
+    # For equal covariances the distance is 0, its minimum.
     covariance = a @ a.T + unit
     distance, grads = jax.jit(jax.value_and_grad(frechet_distance, (0, 1)))(jnp.zeros(n), covariance, covariance)
     # Between multiples of the unit matrix it is n (x**0.5 - 1)**2, with the second derivative n / 2 at 1.

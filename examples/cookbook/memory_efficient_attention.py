@@ -1,10 +1,10 @@
-"""Attention whose scores are computed for a few queries at a time, forward and backward, and never kept.
+"""Attention whose scores are computed for a few queries at a time, forward and backward, and never stored.
 
     python examples/cookbook/memory_efficient_attention.py
 
-Autodiff of a loop over queries keeps the scores of all its steps, which is the whole T x T matrix again. The rule needs
-for each query one number, the logarithm of its scores' sum, to compute any part of them once more.
-Claim: no array of T x T entries is in the program, what is kept grows with T and not with T * T, and outputs and
+Autodiff of a loop over queries saves the scores of all steps, which are the whole T x T matrix. The rule needs one
+number for each query, the logarithm of the sum of exp(scores), to recompute any part of them.
+Claim: no array of T x T entries is in the program, the saved bytes grow with T and not with T * T, and outputs and
 gradients are those of plain attention.
 """
 
@@ -25,7 +25,7 @@ def scores_of(queries: jax.Array, positions: jax.Array, k: jax.Array, is_causal:
 class Attention(jaxfn.Function):
     """softmax(q @ k.T / sqrt(d)) @ v for one head: q, k and v of shapes (T, d), (S, d) and (S, e).
 
-    `jax.vmap` gives heads and batches. `chunk` is how many queries are looked at together; it divides T.
+    Use `jax.vmap` for heads and batches. `chunk` is the number of queries in one step; it divides T.
     """
 
     @staticmethod
@@ -79,12 +79,12 @@ def main(length: int = 2048, dim: int = 32) -> None:
     difference = max(float(jnp.max(jnp.abs(a - b)) / jnp.max(jnp.abs(b))) for a, b in zip(*results, strict=True))
     programs = [str(jax.make_jaxpr(step)(q, k, v)) for step in steps]
     temporary = [step.lower(q, k, v).compile().memory_analysis().temp_size_in_bytes for step in steps]
-    kept = jaxfn.residuals(lambda *args: Attention.apply(*args, is_causal=True), q, k, v).total_bytes
-    print(f"output and gradients off by {difference:.0e}; kept: {kept:,} bytes")
+    saved = jaxfn.residuals(lambda *args: Attention.apply(*args, is_causal=True), q, k, v).total_bytes
+    print(f"output and gradients off by {difference:.0e}; saved: {saved:,} bytes")
     print(f"compiled, needs {temporary[0] / 2**20:.1f} MiB; plain attention {temporary[1] / 2**20:.1f} MiB")
     assert difference < 1e-4
     assert f"[{length},{length}]" not in programs[0] and f"[{length},{length}]" in programs[1]
-    assert kept == (4 * dim + 1) * length * 4  # q, k, v, the output, and a number for each query
+    assert saved == (4 * dim + 1) * length * 4  # q, k, v, the output, and a number for each query
     assert temporary[0] < length * length * 4 < temporary[1]
 
 

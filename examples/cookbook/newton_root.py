@@ -2,10 +2,10 @@
 
     python examples/cookbook/newton_root.py
 
-How the root was found does not matter for its derivative: residual(x, parameters) = 0 determines it. The rule is one
-linear system, in the form in which inputs have names; forward mode solves it, and reverse mode its transpose.
+The derivative of a root does not depend on how it was found: residual(x, parameters) = 0 determines it. The rule is one
+linear system: forward mode solves it, and reverse mode its transpose.
 Claim: Kepler's equation is solved to the last digits in five steps at most, and first and second derivatives, forward
-and reverse, are those of the formulas in astronomy books.
+and reverse, equal the formulas of astronomy books.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ Residual = Callable[[jax.Array, Any], jax.Array]  # of x, shape (n,), and of par
 
 
 def newton(residual: Residual, start: jax.Array, parameters: Any, most: int) -> tuple[jax.Array, jax.Array]:
-    """The root, and in how many steps."""
+    """Returns the root and the number of steps."""
 
     def unfinished(state: tuple[jax.Array, jax.Array, jax.Array]) -> jax.Array:
         x, change, count = state
@@ -62,7 +62,7 @@ root.jvp(root_jvp)
 
 
 def kepler(anomaly: jax.Array, orbit: dict[str, jax.Array]) -> jax.Array:
-    """Zero for the eccentric anomaly at a given mean anomaly."""
+    """Returns Kepler's equation, which is zero at the eccentric anomaly of a mean anomaly."""
     return anomaly - orbit["eccentricity"] * jnp.sin(anomaly) - orbit["mean"]
 
 

@@ -2,9 +2,9 @@
 
     python examples/cookbook/ode_adjoint.py
 
-Autodiff of a solver keeps the states of all its steps. The adjoint method keeps the last one: state and gradient follow
-a differential equation themselves, from the end to the start. That is a rule of one's own for the whole solver.
-Claim: what is kept does not depend on the number of steps, and the gradients by state, weights and times approach the
+Autodiff of a solver saves the states of all its steps. The adjoint method saves the last one: state and gradient follow
+a differential equation themselves, from the end to the start. That is one custom rule for the whole solver.
+Claim: the saved bytes do not depend on the number of steps, and the gradients by state, weights and times approach the
 exact ones by the solver's own fourth order.
 """
 
@@ -40,7 +40,7 @@ def runge_kutta(field: Field, state: Any, weights: Any, start: jax.Array, end: j
 
 
 class Solve(jaxfn.Function):
-    """The state at `end` of what is `state` at `start`."""
+    """The state at time `end`, from the state at time `start`."""
 
     @staticmethod
     def forward(ctx, field: Field, state: Any, weights: Any, start: jax.Array, end: jax.Array, steps: int) -> Any:
@@ -57,7 +57,7 @@ class Solve(jaxfn.Function):
             return slope, *jax.tree.map(jnp.negative, pullback(grad_state))
 
         def along(t: jax.Array, state: Any, grad_state: Any) -> jax.Array:
-            """How much later is worth, by the gradient of the state."""
+            """Returns the derivative of the loss along the solution, from the gradient of the state."""
             slopes = ctx.field(t, state, ctx.weights)
             return jax.tree.reduce(jnp.add, jax.tree.map(jnp.vdot, grad_state, slopes))
 
@@ -68,7 +68,7 @@ class Solve(jaxfn.Function):
 
 
 def pendulum(t: jax.Array, state: dict[str, jax.Array], weights: dict[str, jax.Array]) -> dict[str, jax.Array]:
-    """Damped, and pushed more and more."""
+    """Returns dy/dt of a damped pendulum under a growing force."""
     push = -weights["stiffness"] * jnp.sin(state["angle"]) - weights["damping"] * state["speed"] + 0.1 * t
     return {"angle": state["speed"], "speed": push}
 
@@ -79,18 +79,18 @@ def main() -> None:
         args = state, {"stiffness": jnp.array(2.0), "damping": jnp.array(0.1)}, jnp.array(0.5), jnp.array(3.0)
 
         def error(steps: int) -> float:
-            """The largest one of a gradient, beside autodiff through very many steps."""
+            """Returns the largest error of the gradients, compared with autodiff through many steps."""
             grads = jax.jit(jax.grad(lambda args: Solve.apply(pendulum, *args, steps)["angle"]))(args)
             exact = jax.jit(jax.grad(lambda args: runge_kutta(pendulum, *args, 2000)["angle"]))(args)
             return max(float(jnp.abs(a - b)) for a, b in zip(*map(jax.tree.leaves, (grads, exact)), strict=True))
 
         errors = [error(steps) for steps in (20, 40)]
-        kept = [jaxfn.residuals(lambda *a: Solve.apply(pendulum, *a, n), *args).total_bytes for n in (20, 2000)]
-        kept_by_plain = jaxfn.residuals(lambda *a: runge_kutta(pendulum, *a, 2000), *args).total_bytes
+        saved = [jaxfn.residuals(lambda *a: Solve.apply(pendulum, *a, n), *args).total_bytes for n in (20, 2000)]
+        saved_by_autodiff = jaxfn.residuals(lambda *a: runge_kutta(pendulum, *a, 2000), *args).total_bytes
         print(f"gradients off by {errors[0]:.1e} with 20 steps, by {errors[1]:.1e} with 40")
-        print(f"kept with 20 and with 2000 steps: {kept} bytes; by autodiff through 2000: {kept_by_plain:,}")
+        print(f"saved with 20 and with 2000 steps: {saved} bytes; by autodiff through 2000: {saved_by_autodiff:,}")
         assert errors[0] < 1e-3 and 12 < errors[0] / errors[1] < 20  # 2**4 is the fourth order
-        assert kept[0] == kept[1] < kept_by_plain / 1000
+        assert saved[0] == saved[1] < saved_by_autodiff / 1000
 
 
 if __name__ == "__main__":

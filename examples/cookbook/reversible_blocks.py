@@ -1,11 +1,11 @@
-"""A deep residual network whose activations are computed back from its output, and not kept.
+"""A deep residual network whose activations are recomputed from its output, and not saved.
 
     python examples/cookbook/reversible_blocks.py
 
-Each block adds to one half of the features what it makes of the other, so it can be undone. A Function for the stack of
-blocks keeps the last activation, and its backward walks back from there.
-Claim: apart from the weights, what is kept is one activation, for 4 blocks as for 64, and the gradients are those of
-plain autodiff up to rounding.
+Each block adds a function of one half of the features to the other half, so it can be inverted. A Function for the
+stack of blocks saves the last activation, and its backward goes back from there.
+Claim: apart from the weights, one activation is saved, for 4 blocks as for 64, and the gradients are those of plain
+autodiff up to rounding.
 """
 
 from __future__ import annotations
@@ -73,21 +73,21 @@ def main(batch: int = 128, width: int = 16) -> None:
         out, other = stack(layer, *weights, x, y)
         return jnp.mean(out**2) + jnp.mean(out * other)
 
-    kept: dict[int, list[int]] = {}
+    saved: dict[int, list[int]] = {}
     for blocks in (4, 64):
         weights = jax.random.normal(keys[1], (2, blocks, width, width)) / width**0.5
         stacks = ReversibleStack.apply, plain_stack
         grad, expected = (jax.jit(jax.grad(partial(loss, stack)))(weights) for stack in stacks)
         difference = jnp.max(jnp.abs(grad - expected)) / jnp.max(jnp.abs(expected))
-        # What autodiff of the loss needs of the last activations is kept by both.
-        kept[blocks] = [
+        # Both save the part of the last activations that autodiff of the loss needs.
+        saved[blocks] = [
             jaxfn.residuals(lambda w: stack(layer, *w, x, y), weights).total_bytes - weights.nbytes for stack in stacks
         ]
-        print(f"{blocks:2} blocks: gradients off by {difference:.0e}; kept {kept[blocks][0]:,} bytes of activations, "
-              f"by plain autodiff {kept[blocks][1]:,}")  # fmt: skip
+        print(f"{blocks:2} blocks: gradients off by {difference:.0e}; saved {saved[blocks][0]:,} bytes of activations, "
+              f"by plain autodiff {saved[blocks][1]:,}")  # fmt: skip
         assert difference < 1e-3
-    assert kept[4][0] == kept[64][0] == x.nbytes + y.nbytes
-    assert kept[64][1] > 64 * kept[64][0]
+    assert saved[4][0] == saved[64][0] == x.nbytes + y.nbytes
+    assert saved[64][1] > 64 * saved[64][0]
 
 
 if __name__ == "__main__":

@@ -2,9 +2,10 @@
 
     python examples/cookbook/sinkhorn.py
 
-JAX cannot differentiate a `while` loop in reverse, and a loop of fixed length keeps an array for each step. The plan is
-determined by its marginals, so the implicit function theorem gives its derivative by one linear system.
-Claim: the gradients are those through 500 steps, a hundredth of the memory is kept, and second derivatives are right.
+JAX cannot differentiate a `while` loop in reverse, and autodiff of a loop of fixed length saves an array for each step.
+The plan is determined by its marginals, so by the implicit function theorem one linear system determines its
+derivative.
+Claim: the gradients are those through 500 steps, with a hundredth of the residuals, and second derivatives are right.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ class Transport(jaxfn.Function):
     @staticmethod
     def backward(ctx, grad_plan: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array, None]:
         # plan = exp((f + g - cost) / epsilon), where f and g follow from the sums, by a system with the matrix
-        # [diag a, plan; plan.T, diag b]. To add to f what is taken from g changes nothing, so grad_b has the sum 0.
+        # [diag a, plan; plan.T, diag b]. Shifting a constant from g to f changes nothing, so the sum of grad_b is 0.
         (plan,) = ctx.saved_tensors
         a, b = plan.sum(1), plan.sum(0)
         weighted = grad_plan * plan
@@ -55,7 +56,7 @@ def sinkhorn_step(cost: jax.Array, a: jax.Array, b: jax.Array, epsilon: float, g
 
 
 def unrolled(cost: jax.Array, a: jax.Array, b: jax.Array, epsilon: float, steps: int) -> jax.Array:
-    """The same by a loop of fixed length, to compare with."""
+    """Returns the plan by a loop of fixed length, for comparison."""
     state = jnp.zeros_like(a), jnp.zeros_like(b)
     f, g = jax.lax.scan(lambda s, _: (sinkhorn_step(cost, a, b, epsilon, s[1]), None), state, length=steps)[0]
     return jnp.exp((f[:, None] + g - cost) / epsilon)
@@ -79,11 +80,11 @@ def main(n: int = 30, m: int = 20, epsilon: float = 0.1, steps: int = 500) -> No
     curvature = jax.jit(jax.grad(lambda x: jnp.vdot(jax.grad(implicit)(x), weight)))(cost)
     expected = jax.jit(jax.grad(lambda x: jnp.vdot(jax.grad(plain)(x), weight)))(cost)
     second = jnp.max(jnp.abs(curvature - expected)) / jnp.max(jnp.abs(expected))
-    kept, kept_by_plain = (jaxfn.residuals(f, cost).total_bytes for f in (implicit, plain))
+    saved, saved_by_plain = (jaxfn.residuals(f, cost).total_bytes for f in (implicit, plain))
     print(f"gradient off by {difference:.0e}, second derivative by {second:.0e}")
-    print(f"kept for backward: {kept:,} bytes; by {steps} steps of plain JAX: {kept_by_plain:,}")
+    print(f"saved for backward: {saved:,} bytes; by {steps} steps of plain JAX: {saved_by_plain:,}")
     assert difference < 1e-4 and second < 1e-3
-    assert 100 * kept < kept_by_plain
+    assert 100 * saved < saved_by_plain
 
 
 if __name__ == "__main__":

@@ -5,8 +5,8 @@
 The threshold below which probabilities are zero is found by bisection (Peters et al., 2019).
 Why a Function: JAX cannot differentiate a `while` loop in reverse, autodiff of a bisection of fixed length is wrong (it
 goes through comparisons only), and the derivative needs nothing but the probabilities.
-Claim: kept are the bytes of the result, for 20 halvings and for 50; first and second derivatives are exact, in both
-modes (`gradcheck`, `gradgradcheck`).
+Claim: the saved bytes are those of the result, for 20 halvings and for 50; first and second derivatives are exact, in
+both modes (`gradcheck`, `gradgradcheck`).
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Entmax(jaxfn.Function):
     @staticmethod
     def backward(ctx, grad_output: jax.Array) -> tuple[jax.Array, None, None]:
         p = ctx.saved_variables.p
-        # Zero where p is; the other `where` keeps 0 ** (1 - alpha) out of the second derivative.
+        # Zero where p is; the other `where` excludes 0 ** (1 - alpha) from the second derivative.
         slope = jnp.where(p > 0, jnp.where(p > 0, p, 1) ** (2 - ctx.alpha), 0)
         mean = jnp.sum(slope * grad_output, -1, keepdims=True) / jnp.sum(slope, -1, keepdims=True)
         return slope * (grad_output - mean), None, None
@@ -57,14 +57,14 @@ def bisect(x: jax.Array, alpha: float, halvings: int) -> jax.Array:
 
 
 def entmax(x: jax.Array, alpha: float = 1.5, halvings: int = 50) -> jax.Array:
-    """Of any alpha above 1."""
+    """Returns the entmax probabilities, for any alpha above 1."""
     return Entmax.apply(x, alpha, halvings)
 
 
 def main() -> None:
     x = 2 * jax.random.normal(jax.random.key(0), (200, 30))
     zeros = {alpha: float(jnp.mean(entmax(x, alpha) == 0)) for alpha in (1.01, 1.5, 2.0)}
-    kept = {halvings: jaxfn.residuals(entmax, x, 1.5, halvings, argnums=0).total_bytes for halvings in (20, 50)}
+    saved = {halvings: jaxfn.residuals(entmax, x, 1.5, halvings, argnums=0).total_bytes for halvings in (20, 50)}
 
     def loss(x: jax.Array, function=entmax) -> jax.Array:
         return jnp.sum(jnp.cos(jnp.arange(x.size)).reshape(x.shape) * function(x, 1.5, 50))
@@ -72,10 +72,10 @@ def main() -> None:
     exact, autodiff = jax.grad(loss)(x), jax.grad(loss)(x, bisect)
     error = jnp.linalg.norm(autodiff - exact) / jnp.linalg.norm(exact)
     print(f"zeros among {x.shape[1]} probabilities: " + ", ".join(f"{z:.0%} for alpha = {a}" for a, z in zeros.items()))
-    print(f"  kept for backward: {kept} bytes, by halvings; x has {x.nbytes}")
+    print(f"  saved for backward: {saved} bytes, by halvings; x has {x.nbytes}")
     print(f"  autodiff of the bisection is off by {error:.0%}")
     assert zeros[1.01] == 0 and 0.3 < zeros[1.5] < zeros[2.0]
-    assert set(kept.values()) == {x.nbytes}
+    assert set(saved.values()) == {x.nbytes}
     assert error > 0.1
     with jax.enable_x64(True):
         inputs = jnp.array([[0.3, -1.2, 0.8, 0.5], [2.0, 0.1, 1.7, -0.4]])

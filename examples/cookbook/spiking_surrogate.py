@@ -4,9 +4,10 @@
 
 A neuron's potential leaks, adds up its input, and is set back by each spike. A spike is a step function, whose
 derivative is zero or infinite.
-Why a Function: exact zeros and ones go forward, and the slope of a fast sigmoid comes back (Zenke and Ganguli, 2018).
+Why a Function: forward returns exact zeros and ones, and backward uses the slope of a fast sigmoid (Zenke and Ganguli,
+2018).
 Claim: handwritten digits are classified by counts of spikes, more than 90% of them right; autodiff of the step leaves
-the weights of the hidden neurons without any gradient; what the spikes keep is one number for each neuron and step.
+the weights of the hidden neurons without any gradient; the spikes save one number for each neuron and step.
 """
 
 from __future__ import annotations
@@ -34,12 +35,12 @@ class Spike(jaxfn.Function):
 
 
 def step_function(potential: jax.Array, slope: float) -> jax.Array:
-    """The same for autodiff."""
+    """Returns spikes in plain JAX, for comparison."""
     return (potential > 0).astype(potential.dtype)
 
 
 def neurons(potential: jax.Array, current: jax.Array, leak=0.9, slope=5.0, spike=Spike.apply) -> tuple[jax.Array, ...]:
-    """One step of leaky neurons with threshold 1: their potential afterwards, and who spikes."""
+    """Computes one step of leaky neurons with threshold 1: their new potentials and their spikes."""
     set_back = jax.lax.stop_gradient(potential > 1)
     potential = leak * potential + current - set_back
     return potential, spike(potential - 1, slope)
@@ -49,7 +50,7 @@ Weights = list[jax.Array]
 
 
 def counts(weights: Weights, x: jax.Array, steps: int = 20, spike=Spike.apply) -> jax.Array:
-    """How often each of the last neurons spikes, when each image is shown for some steps."""
+    """Counts the spikes of each output neuron while each image is shown for some steps."""
 
     def step(potentials: list[jax.Array], _: None) -> tuple[list[jax.Array], jax.Array]:
         spikes, after = x, []
@@ -73,7 +74,7 @@ def main(width: int = 64, steps: int = 20) -> None:
     keys = jax.random.split(jax.random.key(0), 2)
     weights = [0.1 * jax.random.normal(key, shape) for key, shape in zip(keys, [(64, width), (width, 10)], strict=True)]
     plain = jax.grad(loss)(weights, x[:100], labels[:100], step_function)[0]
-    kept = jaxfn.residuals(loss, weights, x[:1], labels[:1], argnums=0).bytes_by_function["Spike"]
+    saved = jaxfn.residuals(loss, weights, x[:1], labels[:1], argnums=0).bytes_by_function["Spike"]
 
     optimizer = optax.adam(1e-2)
 
@@ -86,10 +87,10 @@ def main(width: int = 64, steps: int = 20) -> None:
     weights, _ = jax.jit(lambda state: jax.lax.scan(train, state, length=60)[0])(start)
     predicted = counts(weights, x[1200:]).argmax(1)
     accuracy = jnp.mean(predicted == labels[1200:])
-    print(f"accuracy by counts of spikes: {accuracy:.1%}; kept for one image: {kept:,} bytes")
+    print(f"accuracy by counts of spikes: {accuracy:.1%}; saved for one image: {saved:,} bytes")
     assert accuracy > 0.9
     assert jnp.all(plain == 0)
-    assert kept == 4 * steps * (width + 10)
+    assert saved == 4 * steps * (width + 10)
 
 
 if __name__ == "__main__":

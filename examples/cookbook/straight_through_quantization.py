@@ -2,11 +2,12 @@
 
     python examples/cookbook/straight_through_quantization.py
 
-Rounding has derivative zero, so nothing behind it learns. The estimator takes it for the identity where the codes
-reach, and for a constant beyond.
-Why a Function: the rule is stated as such, holds in both modes and at every order, and keeps one byte for each weight.
-Claim: descent finds a teacher's 4-bit weights to the last code, where autodiff stands still; the Hessian is least
-squares' own.
+Rounding has derivative zero, so weights before it do not learn. The estimator treats it as the identity where the codes
+reach, and as a constant beyond.
+Why a Function: the rule is written explicitly, holds in both modes and at every order, and saves one byte for each
+weight.
+Claim: descent finds a teacher's 4-bit weights to the last code, where autodiff does not move; the Hessian is that of
+least squares.
 """
 
 from __future__ import annotations
@@ -18,9 +19,9 @@ import jaxfn
 
 
 class Quantize(jaxfn.Function):
-    """x rounded to a multiple of `step`, by codes of so many bits."""
+    """Rounds x to a multiple of `step`, by codes of `bits` bits."""
 
-    generate_jvp_rule = True  # forward mode is the same rule
+    generate_jvp_rule = True  # forward mode by this rule too
 
     @staticmethod
     def forward(ctx, x: jax.Array, step: float, bits: int) -> jax.Array:
@@ -35,7 +36,7 @@ class Quantize(jaxfn.Function):
 
 
 def plain(x: jax.Array, step: float, bits: int) -> jax.Array:
-    """The same numbers, and autodiff's derivative."""
+    """Returns equal numbers in plain JAX, for comparison."""
     return jnp.clip(jnp.round(x / step), -(2 ** (bits - 1)), 2 ** (bits - 1) - 1) * step
 
 
@@ -54,13 +55,13 @@ def main(num_weights: int = 64, step: float = 0.25, bits: int = 4) -> None:
         weight = weight - 0.1 * gradient(weight)
 
     wrong_codes = jnp.sum(Quantize.apply(weight, step, bits) != teacher)
-    kept = jaxfn.residuals(Quantize.apply, start, step, bits, argnums=0).total_bytes
+    saved = jaxfn.residuals(Quantize.apply, start, step, bits, argnums=0).total_bytes
     print(f"{num_weights} weights of {bits} bits, learned from a teacher's outputs: {wrong_codes} codes wrong")
-    print(f"  kept for backward: {kept} bytes")
+    print(f"  saved for backward: {saved} bytes")
     assert jnp.all(jax.grad(loss)(start, plain) == 0)
     assert wrong_codes == 0
     assert jnp.allclose(jax.hessian(loss)(start), inputs.T @ inputs, atol=1e-5)
-    assert kept == num_weights
+    assert saved == num_weights
 
 
 if __name__ == "__main__":

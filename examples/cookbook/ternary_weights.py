@@ -2,10 +2,10 @@
 
     python examples/cookbook/ternary_weights.py
 
-Why a Function: the rule is nobody's derivative. The hidden weight gets the gradient times its scale where it is used,
-and the bare gradient where it is cut to zero, so that it can come back.
-Claim: on handwritten digits, with three values in each layer, the network is within 2% of the same one with weights in
-float32. For backward the Function keeps the codes, a byte for each weight.
+Why a Function: the rule is not the derivative of any function. The hidden weight gets the gradient times its scale
+where it is used, and the bare gradient where it is cut to zero, so that it can come back.
+Claim: on handwritten digits, with three values in each layer, the network is within 2% of one with float32 weights. For
+backward the Function saves the codes, a byte for each weight.
 """
 
 from __future__ import annotations
@@ -45,12 +45,12 @@ class Layer(NamedTuple):
     positive: jax.Array
 
     def used(self, threshold: float | None) -> jax.Array:
-        """The ternary weights; without a threshold, the hidden ones."""
+        """Returns the ternary weights; without a threshold, the hidden ones."""
         return self.weight if threshold is None else ternary(*self, threshold)
 
 
 def train(x: jax.Array, labels: jax.Array, threshold: float | None, width: int = 64) -> list[Layer]:
-    """Two layers, by full batches; without a threshold their weights stay as they are."""
+    """Trains two layers by full batches; without a threshold their weights are not rounded."""
     keys = jax.random.split(jax.random.key(0), 2)
     shapes = [(x.shape[1], width), (width, 10)]
     layers = [

@@ -4,10 +4,10 @@
 
 All three are projections onto a polytope of permutations, and those are sorting and a fit by a nonincreasing sequence.
 The fit merges neighbours that are in the wrong order into blocks of their mean, for as long as there are any.
-Why a Function: that is a `while` loop, through which JAX cannot go in reverse. Its derivative takes means over the same
-blocks, so their numbers are all that is kept.
-Claim: at a small strength the soft results are the hard ones, and at a larger one they have gradients; a scorer that is
-trained by soft ranks puts items into their order; four bytes are kept for each item.
+Why a Function: that is a `while` loop, which JAX cannot differentiate in reverse. Its derivative takes means over those
+blocks, so only their numbers are saved.
+Claim: at a small strength the soft results equal the hard ones, and at a larger one they have gradients; a scorer that
+is trained by soft ranks sorts items correctly; four bytes are saved for each item.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ Stack = tuple[jax.Array, jax.Array, jax.Array]  # the number of the last block; 
 
 
 def _blocks(y: jax.Array) -> jax.Array:
-    """The number of the block that each entry belongs to."""
+    """Returns the number of each entry's block."""
 
     def out_of_order(state: Stack) -> jax.Array:
         top, sums, counts = state
@@ -64,23 +64,23 @@ def _means(x: jax.Array, block: jax.Array) -> jax.Array:
 
 
 def project(z: jax.Array, w: jax.Array) -> jax.Array:
-    """The point nearest to z among all weighted means of the permutations of w, which is nonincreasing."""
+    """Returns the point nearest to z among all weighted means of the permutations of w, which is nonincreasing."""
     order = jnp.argsort(-z)
     return z - Isotonic.apply(z[order] - w)[jnp.argsort(order)]
 
 
 def soft_sort(x: jax.Array, strength: float = 1.0) -> jax.Array:
-    """x from the largest to the smallest; the softer, the closer to its mean."""
+    """Sorts x from the largest to the smallest; the larger the strength, the closer the entries are to their mean."""
     return project(jnp.arange(x.size, 0, -1, x.dtype) / strength, -jnp.sort(-x))
 
 
 def soft_rank(x: jax.Array, strength: float = 1.0) -> jax.Array:
-    """1 for the largest entry, and so on."""
+    """Returns the ranks: 1 for the largest entry, and so on."""
     return project(-x / strength, jnp.arange(x.size, 0, -1, x.dtype))
 
 
 def soft_top_k(x: jax.Array, k: int, strength: float = 1.0) -> jax.Array:
-    """A mask of sum k: near 1 for the k largest entries, and near 0 for others."""
+    """Returns a mask of sum k: near 1 for the k largest entries, and near 0 for others."""
     return project(x / strength, (jnp.arange(x.size) < k).astype(x.dtype))
 
 
@@ -105,7 +105,7 @@ def main(items: int = 50) -> None:
     start = jax.random.normal(jax.random.key(2), (8,))
     trained = jax.lax.fori_loop(0, 300, step, start)
     before, after = (jnp.sum(jnp.argsort(jnp.argsort(-features @ w)) + 1 != wanted) for w in (start, trained))
-    print(f"items in a wrong place: {before} of {items} before, {after} after training")
+    print(f"items at a wrong rank: {before} of {items} before, {after} after training")
     assert after < before / 5
 
 

@@ -1,13 +1,14 @@
-"""A vector-quantized autoencoder, with gradients that are turned from the code to what it stands for.
+"""A vector-quantized autoencoder, with gradients that are rotated from the code to the features that it replaces.
 
     python examples/cookbook/vector_quantization.py
 
-Each vector of features becomes the nearest one of a codebook. Straight-through hands the gradient at the code on as it
-is; the rotation trick (Fifty et al., 2024) turns and scales it as the features would be to become the code.
-Why a Function: the rotation stands in backward only, as two dot products for each vector. No matrix is made, and kept
-are the features and the code.
-Claim: the gradient's length and its angle are those that the rotation asks for. Both autoencoders learn; of these
-linear ones straight-through's is the better, and is within 25% of the error of k-means on the images themselves.
+Each vector of features becomes the nearest one of a codebook. Straight-through passes the gradient at the code on
+unchanged; the rotation trick (Fifty et al., 2024) rotates and scales it by the transpose of the map from the features
+to the code.
+Why a Function: the rotation occurs in backward only, as two dot products for each vector. No matrix is built, and only
+the features and the code are saved.
+Claim: the gradient has the length and the angle that the rotation prescribes. Both autoencoders learn; of these linear
+ones straight-through's is better, and is within 25% of the error of k-means on the images themselves.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ import jaxfn
 
 
 class StraightThrough(jaxfn.Function):
-    """The code in the place of the features, whose gradient is the code's."""
+    """The code, whose gradient is passed to the features unchanged."""
 
     @staticmethod
     def forward(ctx, features: jax.Array, code: jax.Array) -> jax.Array:
@@ -37,7 +38,7 @@ class StraightThrough(jaxfn.Function):
 
 
 class Rotation(jaxfn.Function):
-    """The same, by the transposed matrix that turns the features to the code and gives them its length."""
+    """The code, whose gradient is multiplied by the transpose of the matrix that maps the features to the code."""
 
     @staticmethod
     def forward(ctx, features: jax.Array, code: jax.Array) -> jax.Array:
@@ -70,7 +71,7 @@ def nearest(features: jax.Array, codebook: jax.Array) -> jax.Array:
 
 
 def loss(weights: Weights, x: jax.Array, pass_through: Pass) -> tuple[jax.Array, jax.Array]:
-    """With the terms that draw codes to features and features to codes; and the error of the images alone."""
+    """Returns the loss, with terms that draw codes and features together, and the error of the images alone."""
     features = x @ weights["encoder"]
     code = nearest(features, weights["codebook"])
     restored = pass_through(features, code) @ weights["decoder"]
@@ -82,7 +83,7 @@ def loss(weights: Weights, x: jax.Array, pass_through: Pass) -> tuple[jax.Array,
 
 @partial(jax.jit, static_argnums=2)
 def train(start: Weights, x: jax.Array, pass_through: Pass) -> jax.Array:
-    """The error at each step."""
+    """Trains, and returns the error at each step."""
     optimizer = optax.adam(3e-3)
 
     def step(state: tuple[Weights, optax.OptState], _: None):

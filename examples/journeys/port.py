@@ -47,7 +47,7 @@ class Network(torch.nn.Module):
 
 @jaxfn.function
 def spike(ctx, x: jax.Array) -> jax.Array:
-    """The same Function, ported by hand."""
+    """The Function, ported to jaxfn."""
     ctx.save_for_backward(x)
     return (x > 0).astype(x.dtype)
 
@@ -61,7 +61,7 @@ def _(ctx, grad_output: jax.Array) -> jax.Array:
 class Results(NamedTuple):
     parity: jaxfn.ParityReport
     losses: list[float]
-    difference: float  # of torch's outputs after loading, from JAX's
+    difference: float  # between torch's outputs after loading and JAX's
 
 
 def main(steps: int = STEPS) -> Results:
@@ -69,12 +69,12 @@ def main(steps: int = STEPS) -> Results:
     inputs = [np.linspace(-2, 2, 10, dtype=np.float32)]
     parity = jaxfn.paritycheck(spike, Spike, inputs)
 
-    # 2. Convert the model. Its Function keeps the backward that its author wrote.
+    # 2. Convert the model. Its Function is differentiated by the backward that its author wrote.
     torch.manual_seed(0)
     module = Network()
     net = jaxfn.from_torch(module)
 
-    # 3. Train it, on whether two numbers have the same sign.
+    # 3. Train it to tell whether two numbers have equal signs.
     generator = np.random.default_rng(0)
     x = generator.uniform(-1, 1, (512, 2)).astype(np.float32)
     y = np.float32(x[:, 0] * x[:, 1] > 0)

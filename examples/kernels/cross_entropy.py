@@ -2,10 +2,10 @@
 
     python examples/kernels/cross_entropy.py
 
-Why a Function: autodiff keeps the logits, an array of (rows, vocabulary) that is many times larger than all else at the
-end of a language model. Here no such array exists: the kernels make a block of logits at a time. Kept for backward are
-the inputs and one number for each row, the logarithm of the sum of exp(logits), with which backward makes each block of
-probabilities again.
+Why a Function: autodiff saves the logits, an array of (rows, vocabulary) that is many times larger than all else at the
+end of a language model. Here no such array exists: the kernels compute one block of logits at a time. Saved for
+backward are the inputs and one number for each row, the logarithm of the sum of exp(logits), with which backward
+recomputes each block of probabilities.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from __future__ import annotations
 from functools import partial
 from typing import Any, NamedTuple
 
-import beside_plain
 import blocks
+import comparison
 import jax
 import jax.numpy as jnp
 from blocks import Array, dot, load, numbers, rows, store, whole
@@ -28,12 +28,12 @@ IGNORED = -100  # torch's default
 
 
 def cross_entropy(hidden: jax.Array, weight: jax.Array, labels: jax.Array, ignored: int = IGNORED) -> jax.Array:
-    """-log(softmax(hidden @ weight.T)[label]) for each row, in float32.
+    """Computes -log(softmax(hidden @ weight.T)[label]) for each row, in float32.
 
     Args:
       hidden: (rows, width), the width small enough for a block.
       weight: (vocabulary, width).
-      labels: (rows,), whole numbers. One that is not in the vocabulary gives NaN.
+      labels: (rows,), integers. One that is not in the vocabulary gives NaN.
       ignored: rows with this label have a loss of 0, and no gradient.
     """
     if hidden.shape[1:] != weight.shape[1:] or hidden.shape[:1] != labels.shape:
@@ -43,7 +43,7 @@ def cross_entropy(hidden: jax.Array, weight: jax.Array, labels: jax.Array, ignor
 
 
 def plain(hidden: jax.Array, weight: jax.Array, labels: jax.Array, ignored: int = IGNORED) -> jax.Array:
-    """The same in plain JAX, to compare with."""
+    """Computes the loss in plain JAX, for comparison."""
     logits = jnp.matmul(hidden, weight.T, preferred_element_type=jnp.promote_types(hidden.dtype, jnp.float32))
     is_ignored = labels == ignored
     of_label = jnp.take_along_axis(logits, jnp.where(is_ignored, 0, labels)[:, None], axis=1)[:, 0]
@@ -51,9 +51,9 @@ def plain(hidden: jax.Array, weight: jax.Array, labels: jax.Array, ignored: int 
 
 
 class CrossEntropy(jaxfn.Function):
-    """Of hidden (batch, rows, width), weight (batch, words, width) and labels (batch, rows, 1); a batch of 1 is shared.
+    """The loss of hidden (batch, rows, width), weight (batch, words, width) and labels (batch, rows, 1).
 
-    Returns the losses, and the logarithms of the sums, (batch, rows, 1), which only `backward` wants.
+    A batch of 1 is shared. Returns the losses, and the logarithms of the sums, (batch, rows, 1), for `backward`.
     """
 
     @staticmethod
@@ -88,7 +88,7 @@ class CrossEntropy(jaxfn.Function):
 
 
 class HiddenGradient(jaxfn.Function):
-    """A Function as well, for its batching rule; it has no derivative."""
+    """The gradient of hidden. It is a Function for its batching rule, and has no derivative."""
 
     @staticmethod
     def forward(hidden, weight, labels, log_sum, grad_loss, ignored: int) -> jax.Array:
@@ -113,7 +113,7 @@ class HiddenGradient(jaxfn.Function):
 
 
 class WeightGradient(jaxfn.Function):
-    """Likewise; here each step of the grid has some words of the vocabulary, and goes through all rows."""
+    """The gradient of weight: each step of the grid takes some words of the vocabulary, and loops over all rows."""
 
     @staticmethod
     def forward(hidden, weight, labels, log_sum, grad_loss, ignored: int) -> jax.Array:
@@ -138,13 +138,13 @@ class WeightGradient(jaxfn.Function):
 
 
 def _rows_and_words(hidden: jax.Array, weight: jax.Array) -> tuple[int, int]:
-    """How many make a block."""
+    """Returns the numbers of rows and words in a block."""
     most = max(16, ENTRIES // blocks.padded(hidden.shape[2]))
     return blocks.padded(hidden.shape[1], min(ROWS, most)), blocks.padded(weight.shape[1], min(WORDS, most))
 
 
 def _known(hidden: jax.Array, weight: jax.Array, ignored: int) -> dict[str, int]:
-    """What every kernel has to know besides."""
+    """Returns the options of every kernel."""
     _, num_rows, width = hidden.shape
     return {"num_rows": num_rows, "num_words": weight.shape[1], "width": width, "ignored": ignored}
 
@@ -163,7 +163,7 @@ def _forward_kernel(
         word = i * words + jax.lax.broadcasted_iota(jnp.int32, logits.shape, 1)
         logits = jnp.where(word < num_words, logits, -jnp.inf)
         of_label += jnp.sum(jnp.where(word == labels, logits, 0), axis=1, keepdims=True)
-        # The sum is kept relative to the largest logit so far, so that it cannot overflow.
+        # The sum is relative to the largest logit so far, so that it cannot overflow.
         new = jnp.maximum(largest, jnp.max(logits, axis=1, keepdims=True))
         total = total * jnp.exp(largest - new) + jnp.sum(jnp.exp(logits - new), axis=1, keepdims=True)
         return new, total, of_label
@@ -180,7 +180,7 @@ def _forward_kernel(
 def _grad_logits(
     hidden, weight, labels, log_sum, grad_loss, first_word: Any, num_words: int, ignored: int
 ) -> jax.Array:
-    """The gradient of a block of logits: softmax, less 1 at the label."""
+    """Returns the gradient of a block of logits: softmax, minus 1 at the label."""
     logits = dot(hidden, weight, 1, 1)
     word = first_word + jax.lax.broadcasted_iota(jnp.int32, logits.shape, 1)
     is_word = (labels >= 0) & (labels < num_words)
@@ -227,8 +227,8 @@ def _weight_kernel(
 
 class Results(NamedTuple):
     differences: dict[str, float]  # from plain JAX
-    kept: int  # bytes
-    kept_by_plain: int
+    saved: int  # bytes
+    saved_by_plain: int
     needed: int  # bytes, by a compiled value and gradient
     needed_by_plain: int
     largest: int  # entries of the largest array in the program
@@ -244,24 +244,24 @@ def main(num_rows: int = 640, num_words: int = 5003, width: int = 40) -> Results
 
     few = hidden[:80], weight[:301], jnp.where(labels[:80] < 0, IGNORED, labels[:80] % 301)
     by_rows = PartitionSpec("devices")
-    differences = beside_plain.differences(
+    differences = comparison.differences(
         cross_entropy, plain, few, (1, None, 0), (by_rows, PartitionSpec(), by_rows), by_rows
     )
     results = Results(
         differences,
-        *(beside_plain.bytes_kept(f, args) for f in (cross_entropy, plain)),
-        *(beside_plain.bytes_of_step(f, args) for f in (cross_entropy, plain)),
-        largest=beside_plain.largest_array(cross_entropy, args),
+        *(comparison.residual_bytes(f, args) for f in (cross_entropy, plain)),
+        *(comparison.temporary_bytes(f, args) for f in (cross_entropy, plain)),
+        largest=comparison.largest_array(cross_entropy, args),
         logits=num_rows * num_words,
     )
     assert max(differences.values()) < 1e-4
-    assert results.kept == hidden.nbytes + weight.nbytes + labels.nbytes + 4 * num_rows
+    assert results.saved == hidden.nbytes + weight.nbytes + labels.nbytes + 4 * num_rows
     assert results.largest < results.logits / 4
     assert results.needed < 4 * results.logits < results.needed_by_plain
 
     print(f"cross entropy of {num_rows} rows over {num_words:,} words, by a kernel on {blocks.platform()}")
-    beside_plain.show(differences)
-    print(f"  kept for backward: {results.kept:,} bytes; by plain JAX: {results.kept_by_plain:,}")
+    comparison.show(differences)
+    print(f"  saved for backward: {results.saved:,} bytes; by plain JAX: {results.saved_by_plain:,}")
     print(f"  needed for a gradient: {results.needed:,} bytes; by plain JAX: {results.needed_by_plain:,}")
     print(f"  entries of the largest array: {results.largest:,}; of the logits: {results.logits:,}")
     return results

@@ -2,11 +2,11 @@
 
     python examples/kernels/flash_attention.py
 
-Why a Function: autodiff keeps the probabilities, an array of (queries, keys) for each head. Here a kernel goes through
-blocks of keys, and rescales what it has summed whenever it meets a larger score. Kept for backward are the inputs, the
-output and one number for each query, the logarithm of its sum of exp(scores), with which backward makes each block of
-probabilities again. The gradients are two Functions, as one goes through the keys of each query and the other through
-the queries of each key; the one that nobody asks for does not run.
+Why a Function: autodiff saves the probabilities, an array of (queries, keys) for each head. Here a kernel loops over
+blocks of keys, and rescales its sums at each larger score. Saved for backward are the inputs, the output and one number
+for each query, the logarithm of its sum of exp(scores), with which backward recomputes each block of probabilities. The
+gradients are two Functions, as one loops over the keys of each query and the other over the queries of each key; an
+unused one does not run.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from __future__ import annotations
 from functools import partial
 from typing import Any, NamedTuple
 
-import beside_plain
 import blocks
+import comparison
 import jax
 import jax.numpy as jnp
 from blocks import Array, dot, load, numbers, rows, store, whole
@@ -30,13 +30,13 @@ BLOCK = 64  # queries or keys at most
 def flash_attention(
     query: jax.Array, key: jax.Array, value: jax.Array, *, causal: bool = False, scale: float | None = None
 ) -> jax.Array:
-    """softmax(scale * query @ key.T) @ value.
+    """Computes softmax(scale * query @ key.T) @ value.
 
     Args:
       query: (..., queries, width), such as (batch, heads, queries, width).
       key: (..., keys, width).
       value: (..., keys, width of a value).
-      causal: whether the query at position i sees no keys after position i.
+      causal: whether the query at position i attends to no keys after position i.
       scale: 1 / sqrt(width) by default.
     """
     if query.shape[-1] != key.shape[-1] or key.shape[-2] != value.shape[-2]:
@@ -50,7 +50,7 @@ def flash_attention(
 def plain(
     query: jax.Array, key: jax.Array, value: jax.Array, *, causal: bool = False, scale: float | None = None
 ) -> jax.Array:
-    """The same in plain JAX, to compare with."""
+    """Computes the attention in plain JAX, for comparison."""
     scale = query.shape[-1] ** -0.5 if scale is None else scale
     scores = scale * (query @ jnp.swapaxes(key, -1, -2))
     if causal:
@@ -59,9 +59,9 @@ def plain(
 
 
 class FlashAttention(jaxfn.Function):
-    """Of query, key and value (batch, rows, width); a batch of 1 is shared.
+    """The attention of query, key and value (batch, rows, width); a batch of 1 is shared.
 
-    Returns the output, and the logarithms of the sums, (batch, queries, 1), which only `backward` wants.
+    Returns the output, and the logarithms of the sums, (batch, queries, 1), for `backward`.
     """
 
     @staticmethod
@@ -88,7 +88,7 @@ class FlashAttention(jaxfn.Function):
     @jaxfn.once_differentiable
     def backward(ctx, grad_output: jax.Array, _log_sum: jax.Array):
         query, key, value, output, log_sum = ctx.saved_tensors
-        # What softmax takes off the gradient of all of its inputs.
+        # What softmax subtracts from the gradient of all its inputs.
         shift = jnp.sum(grad_output.astype(jnp.float32) * output.astype(jnp.float32), axis=2, keepdims=True)
         args = query, key, value, log_sum, shift, grad_output, ctx.causal, ctx.scale
         grad_query = grad_key = grad_value = None
@@ -104,7 +104,7 @@ class FlashAttention(jaxfn.Function):
 
 
 class QueryGradient(jaxfn.Function):
-    """A Function as well, for its batching rule; it has no derivative."""
+    """The gradient of query. It is a Function for its batching rule, and has no derivative."""
 
     @staticmethod
     def forward(query, key, value, log_sum, shift, grad_output, causal: bool, scale: float) -> jax.Array:
@@ -135,7 +135,7 @@ class QueryGradient(jaxfn.Function):
 
 
 class KeyValueGradient(jaxfn.Function):
-    """Likewise; here each step of the grid has some keys, and goes through the queries that see them."""
+    """The gradients of key and value: each step of the grid takes some keys, and loops over their queries."""
 
     @staticmethod
     def forward(query, key, value, log_sum, shift, grad_output, causal: bool, scale: float):
@@ -165,7 +165,7 @@ class KeyValueGradient(jaxfn.Function):
 
 
 class _Attention(NamedTuple):
-    """What the kernels have to know; `queries` and `keys` are how many make a block."""
+    """The options of the kernels; `queries` and `keys` are their numbers in a block."""
 
     num_queries: int
     num_keys: int
@@ -183,7 +183,7 @@ class _Attention(NamedTuple):
         return cls(num_queries, num_keys, width, value_width, *sizes, causal, scale)
 
     def scores(self, query: jax.Array, key: jax.Array, first_query: Any, first_key: Any) -> jax.Array:
-        """A block of scores, -inf where a query does not see a key."""
+        """Returns a block of scores, -inf where a query does not attend to a key."""
         scores = self.scale * dot(query, key, 1, 1)
         column = first_key + jax.lax.broadcasted_iota(jnp.int32, scores.shape, 1)
         is_seen = column < self.num_keys
@@ -192,14 +192,14 @@ class _Attention(NamedTuple):
         return jnp.where(is_seen, scores, -jnp.inf)
 
     def key_blocks(self, first_query: Any) -> Any:
-        """How many blocks of keys a block of queries sees something of."""
+        """Returns the number of blocks of keys that a block of queries attends to."""
         num_blocks = pl.cdiv(self.num_keys, self.keys)
         if not self.causal:
             return num_blocks
         return jnp.minimum(num_blocks, jax.lax.div(first_query + self.queries + self.keys - 1, self.keys))
 
     def query_blocks(self, first_key: Any) -> tuple[Any, int]:
-        """The first block of queries that sees something of a block of keys, and the end."""
+        """Returns the first block of queries that attends to a block of keys, and the end."""
         return jax.lax.div(first_key, self.queries) if self.causal else 0, pl.cdiv(self.num_queries, self.queries)
 
 
@@ -213,7 +213,7 @@ def _forward_kernel(query_ref, key_ref, value_ref, output_ref, log_sum_ref, *, o
         key = load(key_ref, of.num_keys - first_key, of.width, at)
         value = load(value_ref, of.num_keys - first_key, of.value_width, at)
         scores = of.scores(query, key, first_query, first_key)
-        # What was summed is relative to the largest score so far.
+        # The sums are relative to the largest score so far.
         new = jnp.maximum(largest, jnp.max(scores, axis=1, keepdims=True))
         weights, rescale = jnp.exp(scores - new), jnp.exp(largest - new)
         total = rescale * total + jnp.sum(weights, axis=1, keepdims=True)
@@ -278,8 +278,8 @@ def _key_value_kernel(
 class Results(NamedTuple):
     differences: dict[str, float]  # from plain JAX, with a mask and without
     causal_differences: dict[str, float]
-    kept: int  # bytes
-    kept_by_plain: int
+    saved: int  # bytes
+    saved_by_plain: int
     largest: int  # entries of the largest array in the program
     scores: int  # entries that they would have, of all heads
 
@@ -289,7 +289,7 @@ def main(heads: int = 8, length: int = 300, width: int = 24) -> Results:
     by_heads = PartitionSpec("devices")
     short = query[:, :100], key[:, :75], value[:, :75]
     differences, causal_differences = (
-        beside_plain.differences(
+        comparison.differences(
             partial(flash_attention, causal=c), partial(plain, causal=c), short, (0, None, 2), (by_heads,) * 3, by_heads
         )
         for c in (False, True)
@@ -297,18 +297,18 @@ def main(heads: int = 8, length: int = 300, width: int = 24) -> Results:
     results = Results(
         differences,
         causal_differences,
-        *(beside_plain.bytes_kept(f, args) for f in (flash_attention, plain)),
-        largest=beside_plain.largest_array(flash_attention, args),
+        *(comparison.residual_bytes(f, args) for f in (flash_attention, plain)),
+        largest=comparison.largest_array(flash_attention, args),
         scores=heads * length**2,
     )
     assert max(*differences.values(), *causal_differences.values()) < 1e-4
-    assert results.kept == 4 * query.nbytes + 4 * heads * length
-    assert results.kept_by_plain > 4 * results.scores
+    assert results.saved == 4 * query.nbytes + 4 * heads * length
+    assert results.saved_by_plain > 4 * results.scores
     assert results.largest < results.scores / 4
 
     print(f"attention of {heads} heads over {length} positions, by a kernel on {blocks.platform()}")
-    beside_plain.show(differences)
-    print(f"  kept for backward: {results.kept:,} bytes; by plain JAX: {results.kept_by_plain:,}")
+    comparison.show(differences)
+    print(f"  saved for backward: {results.saved:,} bytes; by plain JAX: {results.saved_by_plain:,}")
     print(f"  entries of the largest array: {results.largest:,}; of the scores: {results.scores:,}")
     return results
 

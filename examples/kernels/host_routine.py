@@ -1,10 +1,10 @@
-"""A routine of SciPy's on the host, with a derivative: the Faddeeva function, and the Voigt profile made of it.
+"""A routine of SciPy on the host, with a derivative: the Faddeeva function, and the Voigt profile computed from it.
 
     python examples/kernels/host_routine.py
 
 Why a Function: JAX has no such function and cannot differentiate `pure_callback`, but w'(z) = 2i / sqrt(pi) - 2 z w(z).
-Kept for backward are z and w, so no derivative, of whatever order, calls the host again: w is saved as an output, and
-its derivative is the Function's own.
+Saved for backward are z and w, so derivatives of any order do not call the host again: w is saved as an output, and its
+derivative is the Function's own.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ calls: list[tuple[int, ...]] = []  # the shape of each array that went to the ho
 
 
 class Faddeeva(jaxfn.Function):
-    """w(z) = exp(-z^2) erfc(-iz), elementwise."""
+    """The Faddeeva function w(z) = exp(-z^2) erfc(-iz), elementwise."""
 
     @staticmethod
     def forward(ctx, z: jax.Array) -> jax.Array:
@@ -43,8 +43,8 @@ class Faddeeva(jaxfn.Function):
 def _varying_like(result: jax.Array, operand: jax.Array) -> jax.Array:
     """Casts a result of the host to vary over the mesh axes over which the operand varies.
 
-    Inside `shard_map` JAX types what comes from a callback as the same on all devices. The gradient of such a value is
-    the sum over the devices, which is too large for a value that is different on each.
+    Inside `shard_map` JAX types the result of a callback as replicated. The gradient of such a value is the sum over
+    the devices, which is too large for a value that differs between devices.
     """
     axes = jax.typeof(operand).manual_axis_type.varying
     return jax.lax.pcast(result, tuple(sorted(axes)), to="varying") if axes else result
@@ -56,15 +56,15 @@ def _on_host(z: jax.Array) -> np.ndarray:
 
 
 def voigt(x: jax.Array, sigma: jax.Array | float, gamma: jax.Array | float) -> jax.Array:
-    """The density at x of a normal variable of deviation sigma plus a Cauchy variable of scale gamma."""
+    """Returns the density at x of a normal variable of deviation sigma plus a Cauchy variable of scale gamma."""
     z = jax.lax.complex(*jnp.broadcast_arrays(x, gamma)) / (sigma * math.sqrt(2))
     return jnp.real(Faddeeva.apply(z)) / (sigma * math.sqrt(2 * math.pi))
 
 
 class Results(NamedTuple):
-    difference: float  # from SciPy's own profile
+    difference: float  # from SciPy's profile
     slope_difference: float  # from its finite differences
-    curvature_difference: float  # likewise, of the second derivative
+    curvature_difference: float  # from finite differences of the second derivative
     host_calls: list[tuple[int, ...]]  # the arrays that went to the host for all the second derivatives
 
 

@@ -4,14 +4,14 @@
 
 Why a Function: JAX cannot differentiate `jax.ffi.ffi_call`. The derivative of a solve is a solve with the transposed
 matrix, which has the outer two diagonals exchanged: `backward` calls the Function itself, so there is a derivative of
-every order. Kept for backward are the diagonals and the solution, and neither a matrix nor its factors.
+every order. Saved for backward are the diagonals and the solution, and neither a matrix nor its factors.
 """
 
 from __future__ import annotations
 
 from typing import NamedTuple
 
-import beside_plain
+import comparison
 import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
@@ -21,12 +21,12 @@ import jaxfn
 
 
 class TridiagonalSolve(jaxfn.Function):
-    """The x for which T @ x = b, where T has these diagonals.
+    """The solution x of T @ x = b, where T has these diagonals.
 
     Args:
-      lower: (n,), of which the first entry lies outside of the matrix.
+      lower: (n,), of which the first entry is outside the matrix.
       diagonal: (n,).
-      upper: (n,), of which the last entry lies outside of the matrix.
+      upper: (n,), of which the last entry is outside the matrix.
       b: (n, k), k right sides.
     """
 
@@ -37,9 +37,9 @@ class TridiagonalSolve(jaxfn.Function):
         operands = _varying_alike(lower, diagonal, upper, b)
         by_columns = (1, 0)  # major to minor: Fortran's order
         solve = jax.ffi.ffi_call(
-            lapack.prepare_lapack_call("gtsv_ffi", b.dtype),  # JAX's own target, and what it is linked to
+            lapack.prepare_lapack_call("gtsv_ffi", b.dtype),  # JAX's own target
             [jax.typeof(x) for x in operands] + [jax.ShapeDtypeStruct((), jnp.int32)],
-            vmap_method="broadcast_all",  # which the target knows of: it takes leading axes
+            vmap_method="broadcast_all",  # the target takes leading axes
             input_layouts=(None, None, None, by_columns),
             output_layouts=(None, None, None, by_columns, None),
         )
@@ -60,7 +60,7 @@ def _varying_alike(*arrays: jax.Array) -> list[jax.Array]:
     """Casts arrays to vary over the mesh axes over which any of them varies.
 
     Inside `shard_map` a result of the FFI is typed as it is declared, here by `jax.typeof` of an operand. The gradient
-    of a value that is typed as the same on all devices is the sum over the devices.
+    of a value that is typed as replicated is the sum over the devices.
     """
     own = [jax.typeof(x).manual_axis_type.varying for x in arrays]
     missing = [frozenset().union(*own) - axes for axes in own]
@@ -71,21 +71,21 @@ def _varying_alike(*arrays: jax.Array) -> list[jax.Array]:
 
 
 def _shifted(rows: jax.Array, by: int) -> jax.Array:
-    """The row before, or the row after, with zeros where there is none."""
+    """Returns the previous or the next row of each row, with zeros at the end."""
     ends = [(max(by, 0), max(-by, 0)), *[(0, 0)] * (rows.ndim - 1)]
     return jnp.pad(rows, ends)[max(-by, 0) :][: len(rows)]
 
 
 def plain(lower: jax.Array, diagonal: jax.Array, upper: jax.Array, b: jax.Array) -> jax.Array:
-    """The same with the whole matrix, to compare with."""
+    """Solves with the whole matrix, for comparison."""
     return jnp.linalg.solve(jnp.diag(diagonal) + jnp.diag(lower[1:], -1) + jnp.diag(upper[:-1], 1), b)
 
 
 class Results(NamedTuple):
     differences: dict[str, float]  # of the solution and the gradients from those by the whole matrix
     hessian_difference: float
-    kept: int  # bytes
-    kept_by_plain: int
+    saved: int  # bytes
+    saved_by_plain: int
 
 
 def main(n: int = 40, k: int = 8) -> Results | None:
@@ -97,26 +97,24 @@ def main(n: int = 40, k: int = 8) -> Results | None:
     args = lower, diagonal, upper, jax.random.normal(keys[1], (n, k))
     solve = TridiagonalSolve.apply
 
-    def curvature(function: beside_plain.Call) -> jax.Array:
-        """The second derivative of a sum of squares by the diagonal."""
+    def curvature(function: comparison.Call) -> jax.Array:
+        """Returns the second derivative of a sum of squares by the diagonal."""
         return jax.jacrev(jax.grad(lambda x: jnp.sum(function(lower, x, upper, args[3]) ** 2)))(diagonal)
 
     shared, by_column = PartitionSpec(), PartitionSpec(None, "devices")
     results = Results(
-        beside_plain.differences(
-            solve, plain, args, (None, 0, None, 1), (shared, shared, shared, by_column), by_column
-        ),
+        comparison.differences(solve, plain, args, (None, 0, None, 1), (shared, shared, shared, by_column), by_column),
         float(jnp.max(jnp.abs(curvature(solve) - curvature(plain)))),
-        *(beside_plain.bytes_kept(f, args) for f in (solve, plain)),
+        *(comparison.residual_bytes(f, args) for f in (solve, plain)),
     )
     assert max(results.differences.values()) < 1e-4
     assert results.hessian_difference < 1e-4
-    assert results.kept == (3 * n + n * k) * 4
+    assert results.saved == (3 * n + n * k) * 4
 
     print(f"a tridiagonal system of {n} equations with {k} right sides, by LAPACK")
-    beside_plain.show(results.differences)
+    comparison.show(results.differences)
     print(f"  a Hessian: {results.hessian_difference:.0e} from plain JAX")
-    print(f"  kept for backward: {results.kept:,} bytes; by plain JAX: {results.kept_by_plain:,}")
+    print(f"  saved for backward: {results.saved:,} bytes; by plain JAX: {results.saved_by_plain:,}")
     return results
 
 

@@ -2,12 +2,12 @@
 
     python examples/kernels/layer_norm.py
 
-Why a Function: JAX cannot differentiate a Pallas kernel, and the derivative is worth a kernel of its own, which has the
-gradients of a row, the weight and the bias from one look at the row. Kept for backward are `x`, the weight, and two
-numbers for each row: its mean, and one over its standard deviation.
+Why a Function: JAX cannot differentiate a Pallas kernel, and the derivative is worth a separate kernel, which computes
+the gradients of a row, the weight and the bias from a single read of the row. Saved for backward are `x`, the weight,
+and two numbers for each row: its mean, and one over its standard deviation.
 
-The gradients of weight and bias are sums over rows. Steps of the grid run at the same time on a GPU and cannot add to
-one array, so each writes the sum over its own rows, and JAX adds these up.
+The gradients of weight and bias are sums over rows. Steps of the grid run concurrently on a GPU and cannot add to one
+array, so each writes the sum over its own rows, and JAX adds these up.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from __future__ import annotations
 from functools import partial
 from typing import NamedTuple
 
-import beside_plain
 import blocks
+import comparison
 import jax
 import jax.numpy as jnp
 from blocks import Array, Block, load, numbers, rows, store, whole, within
@@ -25,16 +25,16 @@ from jax.sharding import PartitionSpec
 
 import jaxfn
 
-ENTRIES = 8192  # of a block, unless its 16 rows have more
+ENTRIES = 8192  # of a block, unless 16 rows have more
 
 
 def layer_norm(x: jax.Array, weight: jax.Array, bias: jax.Array, eps: float = 1e-6) -> jax.Array:
-    """(x - mean) / sqrt(variance + eps) * weight + bias, with mean and variance over the last axis.
+    """Computes (x - mean) / sqrt(variance + eps) * weight + bias, with mean and variance over the last axis.
 
     Args:
       x: of any shape, its rows short enough for a block of them.
       weight: of the size of the last axis.
-      bias: likewise.
+      bias: of the size of the last axis.
       eps: is added to the variance.
     """
     if not weight.shape == bias.shape == x.shape[-1:]:
@@ -44,15 +44,15 @@ def layer_norm(x: jax.Array, weight: jax.Array, bias: jax.Array, eps: float = 1e
 
 
 def plain(x: jax.Array, weight: jax.Array, bias: jax.Array, eps: float = 1e-6) -> jax.Array:
-    """The same in plain JAX, to compare with."""
+    """Computes the layer norm in plain JAX, for comparison."""
     centered = x - x.mean(-1, keepdims=True)
     return centered * jax.lax.rsqrt(x.var(-1, keepdims=True) + eps) * weight + bias
 
 
 class LayerNorm(jaxfn.Function):
-    """Of x (batch, rows, width), weight and bias (batch, 1, width); a batch of 1 is shared.
+    """The layer norm of x (batch, rows, width), weight and bias (batch, 1, width); a batch of 1 is shared.
 
-    Returns y, and each row's mean and 1 / standard deviation, (batch, rows, 1), which only `backward` wants.
+    Returns y, and each row's mean and 1 / standard deviation, (batch, rows, 1), for `backward`.
     """
 
     @staticmethod
@@ -81,7 +81,7 @@ class LayerNorm(jaxfn.Function):
     def backward(ctx, grad_y: jax.Array, _mean: jax.Array, _rstd: jax.Array):
         saved = ctx.saved_variables
         grad_x, grad_weight, grad_bias = LayerNormGradient.apply(saved.x, saved.weight, saved.mean, saved.rstd, grad_y)
-        # Of each example and block of rows; jaxfn sums over the examples that share a weight.
+        # One for each element and block of rows; jaxfn sums over the elements that share a weight.
         return grad_x, grad_weight.sum(1), grad_bias.sum(1), None
 
     @staticmethod
@@ -90,7 +90,7 @@ class LayerNorm(jaxfn.Function):
 
 
 class LayerNormGradient(jaxfn.Function):
-    """A Function as well, for its batching rule; it has no derivative."""
+    """The gradients. It is a Function for its batching rule, and has no derivative."""
 
     @staticmethod
     def forward(x: jax.Array, weight: jax.Array, mean: jax.Array, rstd: jax.Array, grad_y: jax.Array):
@@ -160,8 +160,8 @@ def _backward_kernel(
 
 class Results(NamedTuple):
     differences: dict[str, float]  # from plain JAX
-    kept: int  # bytes
-    kept_by_plain: int
+    saved: int  # bytes
+    saved_by_plain: int
 
 
 def main(num_rows: int = 600, width: int = 200) -> Results:
@@ -171,15 +171,15 @@ def main(num_rows: int = 600, width: int = 200) -> Results:
     )
     args = x, weight, bias
     by_rows, shared = PartitionSpec("devices"), PartitionSpec()
-    differences = beside_plain.differences(layer_norm, plain, args, (1, None, 0), (by_rows, shared, shared), by_rows)
-    kept, kept_by_plain = (beside_plain.bytes_kept(f, args) for f in (layer_norm, plain))
+    differences = comparison.differences(layer_norm, plain, args, (1, None, 0), (by_rows, shared, shared), by_rows)
+    saved, saved_by_plain = (comparison.residual_bytes(f, args) for f in (layer_norm, plain))
     assert max(differences.values()) < 1e-4
-    assert kept == x.nbytes + weight.nbytes + 2 * 4 * num_rows
+    assert saved == x.nbytes + weight.nbytes + 2 * 4 * num_rows
 
     print(f"layer norm of {num_rows} rows of {width}, by a kernel on {blocks.platform()}")
-    beside_plain.show(differences)
-    print(f"  kept for backward: {kept:,} bytes; by plain JAX: {kept_by_plain:,}")
-    return Results(differences, kept, kept_by_plain)
+    comparison.show(differences)
+    print(f"  saved for backward: {saved:,} bytes; by plain JAX: {saved_by_plain:,}")
+    return Results(differences, saved, saved_by_plain)
 
 
 if __name__ == "__main__":

@@ -1,10 +1,12 @@
 """Checks of properties that every correct rule has: linearity, determinism, flags, undefined gradients.
 
-They evaluate a rule a few times along random vectors, before whole Jacobians are compared.
+They evaluate a rule a few times along random vectors, before whole Jacobians are compared. In the program that does so,
+a small Jacobian is also evaluated, by the rule and by autodiff; if both agree, no further comparison is needed.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -14,9 +16,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxfn._gradcheck.evaluation.batches import differences, points
+from jaxfn._gradcheck.compare import rows_of_columns
+from jaxfn._gradcheck.evaluation.batches import BATCH_BYTES, differences, points
 from jaxfn._gradcheck.evaluation.execution import ExecutionMode
-from jaxfn._gradcheck.evaluation.vectors import Arrays, random_vectors
+from jaxfn._gradcheck.evaluation.vectors import Arrays, Basis, bases, random_vectors
 from jaxfn._gradcheck.problem.derivatives import (
     ADMode,
     Derivative,
@@ -32,7 +35,7 @@ from jaxfn._gradcheck.tolerance import SAFETY, Tolerance, excess, largest, round
 
 _COMBINATION = (2.0, -3.0)
 _NUM_VECTORS = 4  # along which every rule is evaluated: two random ones, their combination, zero
-_RECOMPILED_RTOL = 1e-13  # the relative difference between two compilations of the same operations
+_RECOMPILED_RTOL = 1e-13  # the relative difference between two compilations of equal operations
 _NUM_SAMPLES = 4  # vectors along which autodiff is compared with finite differences
 _SHIFT = 1e-3  # added to the inputs, as some may be zero
 _SHIFT_FACTOR = 1.001  # factor of the inputs for a second point, so that the items of a batch are not equal
@@ -47,12 +50,16 @@ class Findings:
       batches_wrong: whether batching changes values, so that nothing may be computed in batches.
       outputs: the outputs of the function.
       autodiff_agrees: whether autodiff of the function without its rule is known to agree with finite differences.
+      matches_autodiff: whether the rule is known to agree with it in every entry.
+      is_nan: whether a result is NaN, so that the other properties were not checked.
     """
 
     problems: list[str] = field(default_factory=list[str])
     batches_wrong: bool = False
     outputs: list[Any] = field(default_factory=list[Any])
     autodiff_agrees: bool = False
+    matches_autodiff: bool = False
+    is_nan: bool = False
 
 
 @dataclass(frozen=True)
@@ -86,24 +93,27 @@ class PropertyChecks:
         d = self.mode
         found = Findings()
         first, second = random_vectors(d.seed_leaves, 1), random_vectors(d.seed_leaves, 2)
-        missing = self._without_one(first, found) if self.undefined and len(d.seed_leaves) > 1 else {}
-        alone = self._with_one_input(first, found) if not d.is_forward and len(d.result_leaves) > 1 else {}
+        unknown = self.derivatives.has_unknown_code  # otherwise these derivatives are those that are evaluated anyway
+        missing = self._without_one(first, found) if unknown and self.undefined and len(d.seed_leaves) > 1 else {}
+        alone = self._with_one_input(first, found) if unknown and not d.is_forward and len(d.result_leaves) > 1 else {}
         a, b = _COMBINATION
         mixed = [a * u + b * v for u, v in zip(first, second, strict=True)]
         vectors = [first, second, mixed, list(map(np.zeros_like, first)), *(_without(first, i) for i in missing)]
         results, rerun = self._run_twice(execution, vectors, list(missing.values()), list(alone.values()))
-        found.outputs = results["outputs"]
+        found.outputs = _outputs(results)
         found.autodiff_agrees = self._autodiff_agrees(results)
         found.problems += self._is_deterministic(results, rerun)
         if found.problems:
             return found
-        found.batches_wrong = not self._is_batched_right(results)
-        if found.batches_wrong:
+        found.batches_wrong = execution is ExecutionMode.VECTORIZED and not self._is_batched_right(results)
+        found.is_nan = any(np.isnan(array).any() for array in results["batch"])
+        if found.batches_wrong or found.is_nan:  # the comparison of Jacobians tells where a derivative is NaN
             return found
         found.problems += self._has_one_value(results)
         found.problems += self._is_linear(results)
         found.problems += self._takes_undefined(results, list(missing))
         found.problems += self._respects_flags(results, list(alone))
+        found.matches_autodiff = self._matches_autodiff(results)
         return found
 
     def _run_twice(
@@ -112,11 +122,13 @@ class PropertyChecks:
         """Evaluates everything that the checks need, twice, with one executable."""
         d = self.derivatives
         samples = self._samples()
+        seeds, columns = ([] if basis is None else basis.arrays() for basis in self._bases(samples))
         xs = list(map(np.asarray, self.xs))
         near = points(xs, samples, self.step) if samples else [np.zeros((0, *x.shape)) for x in xs]
         all_points = [np.concatenate([[x, _SHIFT_FACTOR * x], n]) for x, n in zip(xs, near, strict=True)]
         functions = {
             "primal": d.primal,
+            "primal alone": [d.primal] if d.has_unknown_code else [],  # otherwise its batched values are right
             "target": [] if d.target is d.primal else [d.target],
             "autodiff": [d.forward.reference] if samples else [],
             "rule": self.mode.rule,
@@ -131,9 +143,9 @@ class PropertyChecks:
         def run(functions: Any, xs: Arrays, vectors: Arrays, batch: Arrays, points: Arrays, samples: Arrays) -> Any:
             outputs, results = functions["rule"](xs, vectors)
             return {
-                "outputs": functions["primal"](*xs),
                 "outputs of rule": outputs,
                 "results": results,
+                "outputs alone": [f(*xs) for f in functions["primal alone"]],
                 "results again": [f(xs, vectors)[1] for f in functions["retraced"]],
                 "missing": [f(xs, vectors) for f in functions["missing"]],
                 "alone": [f(xs, vectors) for f in functions["alone"]],
@@ -144,6 +156,7 @@ class PropertyChecks:
             }
 
         batch = [np.stack(items) for items in zip(*vectors, strict=True)]
+        batch, samples = _appended(batch, seeds), _appended(samples, columns)
         args = functions, list(self.xs), vectors[0], batch, all_points, samples
         executable = execution.prepare(run, *args)
         return [executable.start(*args)() for _ in range(2)]
@@ -151,24 +164,24 @@ class PropertyChecks:
     def _is_deterministic(self, r: Any, rerun: Any) -> list[str]:
         problems: list[str] = []
         d = self.mode
-        if not self._equal(r["outputs"], rerun["outputs"]):
-            problems.append("The function is not deterministic: two runs on the same inputs gave different outputs.")
+        if not self._equal(_outputs(r), _outputs(rerun)):
+            problems.append("The function is not deterministic: two runs on equal inputs gave different outputs.")
         others = [(rerun["results"], 0.0), *((again, _RECOMPILED_RTOL) for again in r["results again"])]
         if not all(self._equal(r["results"], other, slack) for other, slack in others):
             problems.append(
-                f"{d.method} is not deterministic: two runs on the same inputs and {d.seed_name}s gave different "
+                f"{d.method} is not deterministic: two runs on equal inputs and {d.seed_name}s gave different "
                 f"{d.result_name}s. They may differ by nondet_tol={self.nondet_tol:g}."
             )
         return problems
 
     def _is_batched_right(self, r: Any) -> bool:
-        batches, singles = (*r["batch"], *r["at points"]), (*r["results"], *r["outputs"])
+        batches, singles = (*r["batch"], *r["at points"]), (*r["results"], *r["outputs of rule"])
         return all(self.tolerance.agrees(batched[0], single) for batched, single in zip(batches, singles, strict=True))
 
     def _has_one_value(self, r: Any) -> list[str]:
         return [
             f"{leaf.name} has different values when it is differentiated and when it is not."
-            for leaf, a, b in zip(self.derivatives.outputs, r["outputs of rule"], r["outputs"], strict=True)
+            for leaf, a, b in zip(self.derivatives.outputs, r["outputs of rule"], _outputs(r), strict=True)
             if not self.tolerance.agrees(a, b)
         ]
 
@@ -216,6 +229,33 @@ class PropertyChecks:
         samples = [random_vectors(d.inputs, 100 + k) for k in range(_NUM_SAMPLES)]
         return [np.stack(vectors) for vectors in zip(*samples, strict=True)]
 
+    def _bases(self, samples: Arrays) -> tuple[Basis, Basis] | tuple[None, None]:
+        """Returns the unit vectors of the seed leaves and of the inputs, if one batch holds the Jacobian along them."""
+        d = self.derivatives
+        found = bases(self.mode.seed_leaves), bases(d.inputs)
+        if not (samples and d.is_traced and len(found[0]) == len(found[1]) == 1):
+            return None, None
+        (seeds,), (columns,) = found
+        size = seeds.size * bytes_per_call(self.mode.rule) + columns.size * bytes_per_call(d.forward.reference)
+        return (seeds, columns) if size <= min(BATCH_BYTES, self.max_memory) else (None, None)
+
+    def _matches_autodiff(self, r: Any) -> bool:
+        """Whether the rule is known to agree with autodiff in every entry of the Jacobian."""
+        d = self.mode
+        seeds, columns = self._bases(self._samples())
+        if seeds is None or columns is None:
+            return False
+        (autodiff,) = r["autodiff"]
+        references: Any = [_rows(array[_NUM_SAMPLES:]) for array in autodiff]
+        if not d.is_forward:
+            references = rows_of_columns(references, columns, seeds, range(seeds.size))
+        for i, array in enumerate(r["batch"]):
+            rows, reference = _rows(array[-seeds.size :]), references[i]
+            bound = self.tolerance.precise(reference, largest(reference))
+            if not ((abs(rows - reference) <= bound) | (rows == reference)).all():  # false for NaN
+                return False
+        return True
+
     def _autodiff_agrees(self, r: Any) -> bool:
         """Whether autodiff agrees with finite differences along random vectors.
 
@@ -224,11 +264,11 @@ class PropertyChecks:
         values = r["target"][0] if r["target"] else r["at points"]
         found = differences([y[2:] for y in values], self.step)
         strict = self.tolerance.strict()
-        roundings = rounding_of_differences(r["outputs"], self.tolerance.precision, self.step)
+        roundings = rounding_of_differences(_outputs(r), self.tolerance.precision, self.step)
         for autodiff in r["autodiff"]:
             for exact, numeric, error, rounding in zip(autodiff, *found, roundings, strict=True):
                 bound = strict.estimated(numeric, largest(numeric), SAFETY * abs(error) + rounding)
-                if (excess(exact.reshape(numeric.shape), numeric, bound) > 1).any():
+                if (excess(exact[:_NUM_SAMPLES].reshape(numeric.shape), numeric, bound) > 1).any():
                     return False
         return bool(r["autodiff"])
 
@@ -316,9 +356,21 @@ def problems_of_vmap(problem: Problem, derivatives: Derivatives, tolerance: Tole
             return [*problems, f"jax.vmap {how} raised {type(error).__name__}: {error}"]
         expected = [jnp.stack(outputs) for outputs in zip(*(derivatives.call(*item) for item in items), strict=True)]
         for leaf, value, reference in zip(derivatives.outputs, batched, expected, strict=True):
-            if not tolerance.agrees(np.nan_to_num(np.asarray(value)), np.nan_to_num(np.asarray(reference))):
+            if not tolerance.agrees(np.asarray(value), np.asarray(reference)):
                 problems.append(f"{leaf.name} is wrong under jax.vmap {how}: it differs from a loop over the elements.")
     return problems
+
+
+def _outputs(r: Any) -> Arrays:
+    return r["outputs alone"][0] if r["outputs alone"] else [values[0] for values in r["at points"]]
+
+
+def _appended(batch: Arrays, vectors: Arrays) -> Arrays:
+    return [np.concatenate(arrays) for arrays in zip(batch, vectors, strict=True)] if vectors else batch
+
+
+def _rows(array: Any) -> Any:
+    return array.reshape(len(array), math.prod(array.shape[1:]))
 
 
 def _results(derivative: Derivative, xs: Arrays, *vectors: Any) -> Arrays:

@@ -9,12 +9,11 @@ from typing import Any
 import numpy as np
 
 from jaxfn._gradcheck.evaluation.batches import BatchedEvaluator
-from jaxfn._gradcheck.evaluation.vectors import Arrays, Basis, bases
+from jaxfn._gradcheck.evaluation.vectors import Arrays, Basis, bases, complex_entries
 from jaxfn._gradcheck.problem.derivatives import ADMode, Derivative, Derivatives
-from jaxfn._gradcheck.problem.problem import Leaf
 from jaxfn._gradcheck.tolerance import SAFETY, Tolerance, largest, rounding_of_differences
 
-_WORST_KEPT = 8
+_MAX_WORST = 8
 _DOUBLE_BYTES = 8
 _ARRAYS_PER_PART = 6  # arrays of the size of a part: analytic, numeric, errors, and temporaries of their comparison
 
@@ -113,9 +112,9 @@ class Comparison:
         """
         counts = [np.zeros(basis.size, int) for _ in mode.result_leaves]
         width = sum(leaf.num_components for leaf in mode.result_leaves)
-        held = max(1, self.evaluator.max_memory // (_ARRAYS_PER_PART * _DOUBLE_BYTES * max(width, 1)))
-        for start in range(0, len(which), held):
-            part = which[start : start + held]
+        num_vectors = max(1, self.evaluator.max_memory // (_ARRAYS_PER_PART * _DOUBLE_BYTES * max(width, 1)))
+        for start in range(0, len(which), num_vectors):
+            part = which[start : start + num_vectors]
             for count, (value, reference, bound) in zip(counts, compute(basis, part), strict=True):
                 is_right = (abs(value - reference) <= bound) | (value == reference)  # false for NaN
                 count[part] = (~is_right).sum(axis=1)
@@ -125,7 +124,7 @@ class Comparison:
                 offset = basis.offsets[seed]
                 own = count[offset : offset + basis.leaves[seed].num_components]
                 if own.any():
-                    order = np.argsort(-own, kind="stable")[:_WORST_KEPT]
+                    order = np.argsort(-own, kind="stable")[:_MAX_WORST]
                     worst = [int(i) for i in order if own[i]]
                     blocks.append(JacobianBlock(*mode.output_and_input(seed, result), int(own.sum()), worst))
         return blocks
@@ -141,19 +140,16 @@ class Comparison:
         return self.evaluator.along([derivative], basis.vectors(which))[0]
 
     def differences(self, mode: ADMode, basis: Basis, which: Sequence[int]) -> tuple[Arrays, Arrays]:
-        """Returns finite differences in place of `values`, and bounds of their errors."""
+        """Returns finite differences, in the form of `values`, and bounds of their errors."""
         if mode.is_forward:
             values, errors = self._columns(basis, which)
             return values, [abs(error) for error in errors]
-        inputs = self.derivatives.inputs
-        values = [np.zeros((len(which), 0)) for _ in inputs]
+        values = [np.zeros((len(which), 0)) for _ in self.derivatives.inputs]
         errors = list(values)
-        for columns in bases(inputs):
-            computed = [_rows_of_columns(arrays, basis, which) for arrays in self._columns(columns)]
+        for columns in bases(self.derivatives.inputs):
+            computed = [rows_of_columns(arrays, columns, basis, which) for arrays in self._columns(columns)]
             for i in columns.chosen:
-                leaf, offset = inputs[i], columns.offsets[i]
-                block = slice(offset, offset + leaf.num_components)
-                values[i], errors[i] = (_complex_entries(array[:, block], leaf) for array in computed)
+                values[i], errors[i] = (rows[i] for rows in computed)
         return values, [abs(error) for error in errors]
 
     def _columns(self, basis: Basis, which: Sequence[int] | None = None) -> tuple[Arrays, Arrays]:
@@ -171,17 +167,26 @@ def _bounded_error(error: Any, floor: Any) -> Any:
     return bound + 1j * (SAFETY * abs(error.imag) + floor) if np.iscomplexobj(error) else bound
 
 
-def _rows_of_columns(columns: Arrays, basis: Basis, which: Sequence[int]) -> Any:
-    """Transposes columns of a Jacobian to some of its rows, which are unit vectors of `basis`."""
-    parts = [_real_components(columns[i]) for i in basis.chosen]
-    return np.concatenate(parts, axis=1)[:, which].T
+def rows_of_columns(arrays: Arrays, columns: Basis, rows: Basis, which: Sequence[int]) -> dict[int, Any]:
+    """Transposes columns of a Jacobian to some of its rows.
+
+    Args:
+      arrays: for each output, its entries in the columns, of shape (columns, size).
+      columns: the unit vectors of the columns.
+      rows: the unit vectors of the rows.
+      which: the indices of the rows.
+
+    Returns:
+      For each chosen input, its entries in the rows, of shape (rows, size).
+    """
+    every = np.concatenate([_real_components(arrays[i]) for i in rows.chosen], axis=1)[:, which].T
+    blocks: dict[int, Any] = {}
+    for i in columns.chosen:
+        leaf, offset = columns.leaves[i], columns.offsets[i]
+        blocks[i] = complex_entries(every[:, offset : offset + leaf.num_components], leaf)
+    return blocks
 
 
 def _real_components(columns: Any) -> Any:
     """Returns complex columns as real ones: all real parts, then all imaginary parts."""
     return np.concatenate([columns.real, columns.imag], axis=1) if np.iscomplexobj(columns) else columns
-
-
-def _complex_entries(array: Any, leaf: Leaf) -> Any:
-    """Combines the real components of an input to complex entries of the rows."""
-    return array[:, : leaf.size] + 1j * array[:, leaf.size :] if leaf.is_complex else array

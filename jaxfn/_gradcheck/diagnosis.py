@@ -1,4 +1,4 @@
-"""Diagnosis of a wrong values of the Jacobian: the worst entries, their values, and the kind of mistake."""
+"""Diagnosis of wrong blocks of the Jacobian: the worst entries, their values, and the kind of mistake."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ class Diagnosis:
     with_differences: bool
 
     def mismatches(self, blocks: Sequence[JacobianBlock]) -> list[Mismatch]:
-        """Returns a mismatch for each values that is wrong by more than rounding; the first few in detail."""
+        """Returns a mismatch for each block that is wrong by more than rounding; the first few in detail."""
         found: list[Mismatch] = []
         for block in blocks:
             if len(found) >= _BLOCKS_SHOWN:
@@ -72,7 +72,7 @@ class Diagnosis:
         return found
 
     def whole(self, block: JacobianBlock) -> Mismatch | None:
-        """Computes a values that projections have shown to be wrong, and returns its mismatch, if it has one."""
+        """Computes a block that projections have shown to be wrong, and returns its mismatch, if it has one."""
         values = self._values(block, *self._ranges(block), self.with_differences)
         block.count = int((self._excesses(values) > 1).sum())
         return None if not block.count or self._is_rounding(block, values) else self._described(block, values)
@@ -101,7 +101,9 @@ class Diagnosis:
             reference = self._reference(values)
             shapes = mismatch.output_shape, mismatch.input_shape
             mesh_axes = self.comparison.derivatives.mesh_axes
-            mismatch.kind = mismatch_kind(values.analytic, reference, *shapes, mesh_axes)
+            mismatch.kind = mismatch_kind(
+                values.analytic, reference, *shapes, mesh_axes, is_forward=self.mode.is_forward
+            )
             matrices = {"analytic": values.analytic, "numeric": values.numeric, "autodiff": values.autodiff}
             mismatch.matrices = {name: matrix for name, matrix in matrices.items() if matrix is not None}
         return mismatch

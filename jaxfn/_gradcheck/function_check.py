@@ -10,12 +10,13 @@ import jax
 import numpy as np
 
 from jaxfn._gradcheck.problem.derivatives import ReverseOnlyError, derive
-from jaxfn._gradcheck.problem.problem import function_name, make_problem
+from jaxfn._gradcheck.problem.problem import as_double, function_name, make_problem
 from jaxfn._gradcheck.public import gradcheck, gradgradcheck
 from jaxfn._gradcheck.report.report import GradcheckError, GradcheckReport
+from jaxfn._gradcheck.tolerance import ATOL, RTOL, Tolerance
 from jaxfn._inspection.reports import CheckError, CheckReport
+from jaxfn._tree import is_array_leaf
 
-_ROUNDING = 1e4  # difference of eager and compiled results, in units in the last place of the largest entry
 _ONCE = "once_differentiable"
 
 
@@ -101,6 +102,9 @@ def check(
     options: dict[str, Any] = {"argnums": argnums, "surrogate": surrogate, "dtype": dtype, "return_report": True}
     with jax.enable_x64(True):
         problem = make_problem(func, inputs, argnums, surrogate, dtype)
+        if dtype is None:  # so that the checks below do not warn of lower precision again
+            args = tuple(inputs) if isinstance(inputs, (tuple, list)) else (inputs,)
+            inputs = jax.tree.map(_as_double, args)
         derivatives = derive(problem, reverse=False, forward=True, reference=False)
         has_forward_mode = not isinstance(derivatives.forward.rule, ReverseOnlyError)
         if derivatives.is_traced:
@@ -124,26 +128,27 @@ def check(
         try:
             second = gradgradcheck(func, inputs, **options)
         except ValueError as error:
-            second = None
             report.notes.append(f"second derivatives were not checked: {error}")
-        if second is None:
-            pass
-        elif any(_ONCE in problem for problem in second.problems):
-            report.notes.append("backward is marked with @once_differentiable, so there are no second derivatives")
         else:
-            report.reports.append(second)
+            if any(_ONCE in problem for problem in second.problems):
+                report.notes.append("backward is marked with @once_differentiable, so there are no second derivatives")
+            else:
+                report.reports.append(second)
     if raise_exception:
         report.raise_if_failed()
     return report
 
 
+def _as_double(leaf: Any) -> Any:
+    return as_double(leaf) if is_array_leaf(leaf) else leaf
+
+
 def _problems_of_jit(call: Callable[..., list[Any]], values: Sequence[Any], precision: float) -> list[str]:
     """Compares compiled with eager outputs."""
-    tolerance = _ROUNDING * precision
-    problems: list[str] = []
-    for index, (eager, compiled) in enumerate(zip(call(*values), jax.jit(call)(*values), strict=True)):
-        finite = np.abs(eager)[np.isfinite(eager)]
-        scale = float(finite.max(initial=0.0))
-        if not np.allclose(eager, compiled, rtol=tolerance, atol=tolerance * scale, equal_nan=True):
-            problems.append(f"output {index} differs between an eager call and jax.jit by more than rounding.")
-    return problems
+    tolerance = Tolerance(ATOL, RTOL, True, precision)
+    pairs = zip(call(*values), jax.jit(call)(*values), strict=True)
+    return [
+        f"output {index} differs between an eager call and jax.jit by more than rounding."
+        for index, (eager, compiled) in enumerate(pairs)
+        if not tolerance.agrees(np.asarray(compiled), np.asarray(eager))
+    ]

@@ -77,7 +77,7 @@ def gradcheck(
 ) -> bool | GradcheckReport:
     """Checks a function's first derivatives against finite differences and against autodiff.
 
-    Three ways to the same Jacobian are compared: the function's own rule, central finite differences, and JAX's
+    Three ways to compute the Jacobian are compared: the function's own rule, central finite differences, and JAX's
     autodiff of the operations in `forward`, with the rule bypassed. Autodiff must agree with finite differences, along
     random vectors or else in every entry, and the rule must agree with autodiff in every entry. Without a trusted
     autodiff, the rule must agree with finite differences in every entry. Everything is computed in double precision,
@@ -89,10 +89,10 @@ def gradcheck(
     Args:
       func: A differentiable JAX callable: a Function's `apply`, a decorated function, a `jax.custom_vjp`, a lambda that
         calls any of these. It may take and return pytrees.
-      inputs: A tuple of the arguments, or the only argument. NumPy's float64 arrays keep their precision.
-      eps: The step of finite differences.
-      atol: The absolute tolerance.
-      rtol: The relative tolerance. If one is passed, they mean exactly
+      inputs: A tuple of the arguments, or the only argument. NumPy's float64 arrays stay in float64.
+      eps: The step of finite differences. Default: 1e-6, or longer for a function that computes in lower precision.
+      atol: The absolute tolerance. Default: 1e-5.
+      rtol: The relative tolerance. Default: 1e-3. If one is passed, they mean exactly
         `|analytic - reference| <= atol + rtol * |reference|`. By default, the tolerance for a precise reference
         (autodiff, or finite differences with a small error estimate) is a thousand times smaller, but never smaller
         than its errors and rounding: a factor of 1.001 is found.
@@ -125,7 +125,8 @@ def gradcheck(
         `forward`, and no finite differences are taken, as most of them would be rounding. By default `rtol` is the
         square root of the epsilon of the dtype, and `atol` a hundredth of that, for entries of order 1.
         `kernelcheck` measures the errors of a plain implementation, which is more precise.
-      max_memory: The number of bytes that may be used at a time; large Jacobians are compared in parts.
+      max_memory: The number of bytes that may be used at a time (default: 512 MiB); large Jacobians are compared in
+        parts.
       return_report: Whether to return the report, whatever it says, instead of True or False.
 
     Returns:

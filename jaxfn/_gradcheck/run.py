@@ -21,6 +21,7 @@ from jaxfn._gradcheck.projections import PROJECTIONS, Projections
 from jaxfn._gradcheck.report.kinds import name_swapped
 from jaxfn._gradcheck.report.progress import Progress
 from jaxfn._gradcheck.report.report import GradcheckReport, Mismatch
+from jaxfn._gradcheck.saved import explain_by_saved
 from jaxfn._gradcheck.tolerance import Default, Tolerance
 
 REFERENCES = ("both", "finite_differences", "autodiff")
@@ -108,6 +109,7 @@ class _Check:
         self.evaluator = self._new_evaluator(ExecutionMode.VECTORIZED if d.is_traced else ExecutionMode.PYTHON_LOOP)
         self.outputs: Sequence[Any] = ()
         self.autodiff_agrees = False
+        self.findings: dict[str, Findings] = {}  # by the name of the mode
 
     def run(self) -> GradcheckReport:
         if not self._is_differentiable():
@@ -169,8 +171,6 @@ class _Check:
                             "derivative the rule claims to be."
                         )
                     raise ValueError(f'reference="autodiff" is not possible for {self.problem.name}: {why}')
-        elif self.options.reference == "both" and isinstance(d.reverse.reference, UnavailableError):
-            note(f"compared with finite differences only, not with autodiff: {d.reverse.reference}")
 
     def _check_properties(self) -> None:
         o, d = self.options, self.derivatives
@@ -194,6 +194,7 @@ class _Check:
             self.report.problems += found.problems
             self.outputs = found.outputs
             self.autodiff_agrees = found.autodiff_agrees
+            self.findings[mode.name] = found
             is_batched = o.check_batched_forward_grad if mode.is_forward else o.check_batched_grad
             # In vectorized mode the checks themselves have batched the rule.
             if is_batched and self.evaluator.mode is not ExecutionMode.VECTORIZED:
@@ -217,7 +218,8 @@ class _Check:
         return checks.run(self.evaluator.mode)
 
     def _compare_jacobians(self) -> None:
-        comparison = Comparison(self.derivatives, self.tolerance, self.step, self.evaluator, self.outputs)
+        d = self.derivatives
+        comparison = Comparison(d, self.tolerance, self.step, self.evaluator, self.outputs)
         method: Comparison | Projections = comparison
         if self.options.fast_mode:
             self.report.notes.append(f"fast mode: {PROJECTIONS} random projections of each output and each input")
@@ -225,13 +227,42 @@ class _Check:
         is_trusted = self._is_trusted(method)
         takes_differences = self.options.reference != "autodiff" and self.problem.dtype is None
         for mode in self.modes:
+            found = self.findings[mode.name]
+            if is_trusted and found.matches_autodiff:
+                continue
             by_autodiff = is_trusted and mode.has_reference
+            if not by_autodiff:
+                self._note_differences()
             blocks = method.with_autodiff(mode) if by_autodiff else method.with_differences(mode, available(mode.rule))
-            if blocks:
-                diagnosis = Diagnosis(comparison, mode, by_autodiff, takes_differences)
-                self.report.mismatches += name_swapped(self._explained(diagnosis, blocks))
+            diagnosis = Diagnosis(comparison, mode, by_autodiff, takes_differences)
+            mismatches = self._classified(diagnosis, self._explained(diagnosis, blocks))
+            self.report.mismatches += mismatches
+            if found.is_nan and not mismatches:
+                self.report.problems.append(
+                    f"{mode.method} is not linear: its {mode.result_name}s are NaN for some {mode.seed_name}s, but "
+                    "right for unit vectors."
+                )
+        of_backward = [m for m in self.report.mismatches if m.check == d.reverse.name]
+        if any(all(entry.analytic == 0 for entry in mismatch.entries) for mismatch in of_backward):
+            self.report.notes += [f"{m} returned None for {x}, so its gradient is zero" for m, x in d.without_gradient]
         if self.report.mismatches and not self.options.has_surrogate:
             self.report.notes.append(_SURROGATE_HINT)
+
+    def _note_differences(self) -> None:
+        """Notes that finite differences decide because there is no autodiff."""
+        if self.options.reference == "both" and not self.derivatives.reverse.has_reference:
+            note = f"compared with finite differences only, not with autodiff: {self.derivatives.reverse.reference}"
+            self.report.notes += [note] if note not in self.report.notes else []
+
+    def _classified(self, diagnosis: Diagnosis, mismatches: list[Mismatch]) -> Sequence[Mismatch]:
+        """Adds kinds that several mismatches of a mode show together."""
+        if mismatches:
+            name_swapped(mismatches)
+            comparison, mode, by_autodiff = diagnosis.comparison, diagnosis.mode, diagnosis.by_autodiff
+            saved = explain_by_saved(comparison, mode, by_autodiff=by_autodiff, is_fast=self.options.fast_mode)
+            for mismatch in mismatches if saved else ():
+                mismatch.kind = f"{mismatch.kind}, or {saved}" if mismatch.kind else saved
+        return mismatches
 
     def _explained(self, diagnosis: Diagnosis, blocks: Sequence[JacobianBlock]) -> list[Mismatch]:
         """Returns mismatches with their entries; for projections only if the Jacobian is small."""
@@ -260,7 +291,7 @@ class _Check:
         return False
 
     def _autodiff_decides(self, blocks: Sequence[JacobianBlock]) -> bool:
-        """Whether autodiff decides, given the blocks in which it differs from finite differences."""
+        """Whether autodiff decides, from the blocks in which it differs from finite differences."""
         if not blocks:
             return True
         d = self.derivatives

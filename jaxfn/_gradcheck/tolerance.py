@@ -28,8 +28,8 @@ _TIGHTER = 1e-3
 # Rounding error of a sum of many terms, in units in the last place of the largest entry.
 _ROUNDING = 1e3
 _COARSE_ROUNDING = 30
-# Difference of two ways to compute the same array, relative to the largest entry.
-_SAME = 1e-8
+# Difference of two ways to compute an array, relative to the largest entry.
+_RECOMPUTED = 1e-8
 _DOUBLE = 2.220446049250313e-16
 _DIFFERENCE_ULPS = 4  # rounding error of a difference of two values, in units in their last place
 SAFETY = 4  # factor between an estimated error of finite differences and its bound
@@ -106,16 +106,16 @@ class Tolerance:
         return _TIGHTER * self.rtol if self.is_tight else self.rtol
 
     def agrees(self, value: Any, expected: Any, scale: float | None = None) -> bool:
-        """Whether two ways to compute the same array agree, apart from rounding.
+        """Whether two ways to compute an array agree, apart from rounding; NaN agrees with NaN.
 
         Args:
           value, expected: the arrays.
-          scale: the size of the terms that the entries are sums of. Default: the largest expected value.
+          scale: the size of the terms that the entries are sums of. Default: the largest finite expected value.
         """
         if scale is None:
-            scale = float(largest(expected))
-        bound = self.precise(expected, np.float64(scale)) + _SAME * scale
-        return bool((excess(value, expected, bound) <= 1).all())
+            scale = float(largest(np.where(np.isfinite(expected), expected, 0)))
+        bound = self.precise(expected, np.float64(scale)) + _RECOMPUTED * scale
+        return bool(((excess(value, expected, bound) <= 1) | (np.isnan(value) & np.isnan(expected))).all())
 
     def estimated(self, reference: Any, scale: Any, error: Any) -> Any:
         """Returns the tolerance for a reference with an estimated error: as tight as that allows, at most `coarse`."""

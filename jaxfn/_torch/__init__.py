@@ -17,25 +17,29 @@ if TYPE_CHECKING:
     from jaxfn._torch.convert.function_class import ConvertedFunction
     from jaxfn._torch.convert.module import ConvertedModule
 
-_Ops = Mapping[Any, Callable[..., Any]]
 _registered: dict[Any, Callable[..., Any]] = {}
 
 
 @overload
-def from_torch(torch_function: torch.nn.Module, *, ops: _Ops | None = None) -> ConvertedModule: ...
+def from_torch(
+    torch_function: torch.nn.Module, *, ops: Mapping[Any, Callable[..., Any]] | None = None
+) -> ConvertedModule: ...
 @overload
 def from_torch(
-    torch_function: type[torch.autograd.Function], *, ops: _Ops | None = None
+    torch_function: type[torch.autograd.Function], *, ops: Mapping[Any, Callable[..., Any]] | None = None
 ) -> type[ConvertedFunction]: ...
 @overload
-def from_torch(torch_function: Callable[..., Any], *, ops: _Ops | None = None) -> Callable[..., Any]: ...
-def from_torch(torch_function: Any, *, ops: _Ops | None = None) -> Any:
+def from_torch(
+    torch_function: Callable[..., Any], *, ops: Mapping[Any, Callable[..., Any]] | None = None
+) -> Callable[..., Any]: ...
+def from_torch(torch_function: Any, *, ops: Mapping[Any, Callable[..., Any]] | None = None) -> Any:
     """Converts existing torch code to JAX, without changes to its source: a Function, a module, or a Python function.
 
     torch traces the Python code (of a Function, its `forward` and `backward`) once for each set of shapes, dtypes and
     Python values, and jaxfn translates the traced operations to `jax.numpy`. So Python control flow may depend on
     shapes, on Python values and on `ctx.needs_input_grad`, but not on the values of tensors. JAX differentiates the
-    translation of a module or a Python function; Functions that they apply keep their own `backward`.
+    translation of a module or a Python function; Functions that they apply are differentiated by
+    their own `backward`.
 
     Args:
       torch_function: A subclass of `torch.autograd.Function`; a `torch.nn.Module` (an instance); or a Python function
@@ -43,8 +47,8 @@ def from_torch(torch_function: Any, *, ops: _Ops | None = None) -> Any:
       ops: JAX functions for operations that have no translation, or whose translation is to be replaced, by torch
         operation (an overload or packet of `torch.ops`, or the result of `torch.library.custom_op`) or by Python
         function (around a Triton kernel, for example). Each takes arrays in place of tensors; other arguments are
-        unchanged. A custom operation keeps the backward that is registered with torch, unless its replacement is a
-        jaxfn Function.
+        unchanged. The backward that is registered with torch for a custom operation is used, unless its replacement
+        is a jaxfn Function.
 
     Returns:
       For a module, a `ConvertedModule`, with `parameters`, `buffers` and `apply(parameters, buffers, *args, key=None)`.
@@ -116,7 +120,7 @@ def from_torch(torch_function: Any, *, ops: _Ops | None = None) -> Any:
 def register_translation(operation: Any, function: Callable[..., Any]) -> None:
     """Registers a JAX function as the translation of a torch operation, for every later call of `from_torch`.
 
-    It is the same as passing `ops={operation: function}` each time. An equal key of `ops` takes precedence.
+    Passing `ops={operation: function}` to each call is equivalent. An equal key of `ops` takes precedence.
 
     Args:
       operation: A torch operation or a Python function; see `ops` of `from_torch`.

@@ -1,6 +1,6 @@
-"""Names of torch that it does not promise, in one place, each with the versions that it was checked on.
+"""Names of torch that it does not promise, each with the versions that it was checked on.
 
-On an untested version `convert.self_test` tests what they do.
+No other module uses such names. On an untested version `convert.self_test` tests what they do.
 """
 
 from __future__ import annotations
@@ -130,7 +130,7 @@ def script_attributes(module: torch.nn.Module) -> dict[str, Any]:
 # Reads the values of a transformer's mask to choose a kernel. Takes a mask, a flag and a size (2.8 to 2.15).
 CAUSAL_MASK_DETECTION = torch.nn.modules.transformer, "_detect_is_causal_mask"
 
-# Makes leaves of the inputs of `torch.autograd.functional`. Takes the inputs and two flags (2.8 to 2.15).
+# Creates leaves from the inputs of `torch.autograd.functional`. Takes the inputs and two flags (2.8 to 2.15).
 GRAD_PREPROCESS = torch.autograd.functional, "_grad_preprocess"
 
 OPERATION_TYPES = (torch._ops.OpOverload, torch._ops.OpOverloadPacket)  # pyright: ignore[reportPrivateUsage]
@@ -164,7 +164,7 @@ def is_composite(operation: Any) -> bool:
 
 
 # The module in which a custom operation looks up whether gradients are on and an argument requires one. Only then it
-# applies the Function that torch made of the registered backward (2.13).
+# applies the Function that torch created from the registered backward (2.13).
 CUSTOM_OP_AUTOGRAD = torch._library.autograd, "_C"
 any_requires_grad = torch._C._any_requires_grad  # pyright: ignore
 
@@ -191,7 +191,7 @@ def _has_python_code(operation: Any, key: str) -> bool:
 def python_kernel(operation: Any) -> Callable[..., Any] | None:
     """Returns the Python code that computes a custom operation; `None` if it is compiled (2.13).
 
-    The code of an operation that was not made by `custom_op` is only known to torch's dispatcher. It is returned as a
+    Only torch's dispatcher knows the code of an operation that was not created by `custom_op`. It is returned as a
     `partial`, which runs with all modes disabled.
     """
     definition = _DEFINITIONS.get(operation._schema.name)
@@ -211,7 +211,7 @@ def has_registered_backward(operation: Any) -> bool:
 
 
 def is_traceable(operation: Any) -> bool:
-    """Whether torch can trace a custom operation. Before 2.13 it cannot if torch made a Function for it."""
+    """Whether torch can trace a custom operation. Before 2.13 it cannot if torch created a Function for it."""
     return _TRACES_CUSTOM_OP_AUTOGRAD or not (
         operation._schema.name in _DEFINITIONS or has_registered_backward(operation)
     )

@@ -1,4 +1,4 @@
-"""Recipes that keep little for the backward pass, beside torch and JAX without them."""
+"""Recipes that save little for the backward pass, compared with torch and JAX without them."""
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +13,7 @@ from tests.support.recipes import load, normal64
 pytestmark = [slow, pytest.mark.usefixtures("double_precision")]
 
 
-def test_reversible_blocks_beside_torch():
+def test_reversible_blocks_match_torch():
     torch = pytest.importorskip("torch")
     recipe = load("reversible_blocks")
 
@@ -35,7 +35,7 @@ def block(weights, x, key):
     return jnp.where(jax.random.bernoulli(key, 0.5, hidden.shape), hidden, 0) @ weights["down"], jnp.sum(hidden)
 
 
-def test_activation_checkpoint_beside_jax_checkpoint():
+def test_activation_checkpoint_matches_jax_checkpoint():
     recipe = load("activation_checkpoint")
     weights = {"up": jnp.asarray(normal64(4, 8)), "down": jnp.asarray(normal64(8, 4, seed=1))}
     x, key = jnp.asarray(normal64(3, 4, seed=2)), jax.random.key(0)
@@ -63,7 +63,7 @@ def test_activation_checkpoint_beside_jax_checkpoint():
 
 
 @pytest.mark.parametrize("is_causal", [False, True])
-def test_attention_beside_torch(is_causal):
+def test_attention_matches_torch(is_causal):
     torch = pytest.importorskip("torch")
     attention = load("memory_efficient_attention").Attention.apply
     keys = 12 if is_causal else 7
@@ -92,7 +92,7 @@ def batch_of_sequences():
     return normal64(6, 2, 3), normal64(3, 3, seed=1), normal64(3, seed=2), normal64(3, seed=3)
 
 
-def test_crf_beside_pytorch_crf():
+def test_crf_matches_pytorch_crf():
     torch, torchcrf = pytest.importorskip("torch"), pytest.importorskip("torchcrf")
     recipe = load("crf")
     emissions, transitions, start, end = batch_of_sequences()
@@ -117,7 +117,7 @@ def test_crf_beside_pytorch_crf():
         np.testing.assert_allclose(grad, tensor.grad.numpy(), atol=1e-12)
 
 
-def test_crf_beside_autodiff_at_the_second_order():
+def test_crf_matches_autodiff_at_the_second_order():
     recipe = load("crf")
     emissions, transitions = jnp.asarray(normal64(5, 3)), jnp.asarray(normal64(3, 3, seed=1))
     got, expected = (

@@ -1,6 +1,6 @@
 """Recipes of solutions, linear algebra, curvature, and sparse and soft choices.
 
-Beside SciPy, torch, other packages that solve the same, and finite differences.
+They are compared with SciPy, torch, other packages for these problems, and finite differences.
 """
 
 import jax
@@ -17,7 +17,7 @@ from tests.support.recipes import load, normal64
 pytestmark = [slow, pytest.mark.usefixtures("double_precision")]
 
 
-def test_sinkhorn_beside_pot():
+def test_sinkhorn_matches_pot():
     torch, ot = pytest.importorskip("torch"), pytest.importorskip("ot")
     recipe = load("sinkhorn")
     cost, a, b = np.abs(normal64(5, 7)), np.array([0.1, 0.3, 0.2, 0.25, 0.15]), np.full(7, 1 / 7)
@@ -30,7 +30,7 @@ def test_sinkhorn_beside_pot():
     grads = pullback(jnp.asarray(weight))
     np.testing.assert_allclose(grads[0], tensors[0].grad.numpy(), atol=1e-10)
     for grad, tensor in zip(grads[1:], tensors[1:], strict=True):
-        # a and b have the same sum, so that what a constant adds to a gradient is of no matter.
+        # a and b have equal sums, so a constant in a gradient makes no difference.
         other = tensor.grad.numpy()
         np.testing.assert_allclose(grad - grad.mean(), other - other.mean(), atol=1e-10)
 
@@ -48,7 +48,7 @@ def test_sinkhorn_at_the_second_order():
     assert jaxfn.gradgradcheck(value, args)
 
 
-def test_deep_equilibrium_beside_torch_through_every_pass():
+def test_deep_equilibrium_matches_torch_through_every_pass():
     torch = pytest.importorskip("torch")
     recipe = load("deep_equilibrium")
 
@@ -69,7 +69,7 @@ def curves(x, parameters):
     return jnp.stack([x @ x - parameters["radius"] ** 2, x[1] - jnp.sin(parameters["wave"] * x[0])])
 
 
-def test_newton_root_beside_optimistix():
+def test_newton_root_matches_optimistix():
     optimistix = pytest.importorskip("optimistix")
     recipe = load("newton_root")
     start = jnp.array([1.0, 0.5])
@@ -90,7 +90,7 @@ def test_newton_root_beside_optimistix():
             np.testing.assert_allclose(got[name], expected[name], atol=1e-10)
 
 
-def test_ode_adjoint_beside_torchdiffeq():
+def test_ode_adjoint_matches_torchdiffeq():
     torch, torchdiffeq = pytest.importorskip("torch"), pytest.importorskip("torchdiffeq")
     recipe = load("ode_adjoint")
 
@@ -145,7 +145,7 @@ def numpy_projector(matrix, count):
 
 
 @pytest.mark.parametrize("values", [(-1, -1, -1, 2, 2), (1, 1, 1, 1 + 1e-2, 3), (0, 0, 0, 0.5, 0.5)])
-def test_projector_on_equal_eigenvalues_beside_finite_differences(values):
+def test_projector_on_equal_eigenvalues_matches_finite_differences(values):
     projector = load("eigenvectors").projector
     matrix = symmetric_with(values)
     expected = central_differences(lambda x: numpy_projector(x, 3), matrix)
@@ -154,7 +154,7 @@ def test_projector_on_equal_eigenvalues_beside_finite_differences(values):
     np.testing.assert_allclose(got, expected, atol=1e-6 * np.abs(expected).max())
 
 
-def test_projector_beside_torch_where_eigenvalues_differ():
+def test_projector_matches_torch_where_eigenvalues_differ():
     torch = pytest.importorskip("torch")
     projector = load("eigenvectors").projector
 
@@ -165,14 +165,14 @@ def test_projector_beside_torch_where_eigenvalues_differ():
     assert_same_as_torch(lambda x: projector(x, 2), theirs, [symmetric_with((-2, -1, 0.5, 1, 3))], rtol=1e-12)
 
 
-def test_projector_refuses_a_second_derivative():
+def test_second_derivative_of_the_projector_raises():
     projector = load("eigenvectors").projector
     with pytest.raises(RuntimeError, match="once_differentiable"):
         jax.jacrev(jax.grad(lambda x: projector(x, 1)[0, 1]))(jnp.diag(jnp.array([1.0, 2.0])))
 
 
 @pytest.mark.parametrize("values", [(0.5, 1, 2, 4), (2, 2, 2, 2), (1, 1, 3, 3)])
-def test_matrix_square_root_beside_scipy(values):
+def test_matrix_square_root_matches_scipy(values):
     linalg = pytest.importorskip("scipy.linalg")
     root = load("matrix_square_root").SquareRoot.apply
     matrix, cotangent = symmetric_with(values), normal64(4, 4, seed=1)
@@ -207,7 +207,7 @@ def test_lyapunov_of_a_right_side_that_is_not_symmetric():
     assert jaxfn.gradcheck(of_symmetric, (symmetric_with((0.5, 1, 2)), normal64(3, 3)), check_forward_ad=True)
 
 
-def test_lambert_w_beside_scipy():
+def test_lambert_w_matches_scipy():
     special = pytest.importorskip("scipy.special")
     lambert_w = load("holomorphic").LambertW.apply
     radius, angle = np.meshgrid(np.geomspace(1e-3, 1e6, 150), np.linspace(-3.14, 3.14, 150))
@@ -226,7 +226,7 @@ def test_lambert_w_has_the_conjugate_of_torchs_gradient():
     lambert_w = load("holomorphic").LambertW.apply
 
     class LambertW(torch.autograd.Function):
-        """The same backward, as it is written for torch."""
+        """The recipe's backward, written for torch."""
 
         @staticmethod
         def forward(ctx, z):
@@ -246,7 +246,7 @@ def test_lambert_w_has_the_conjugate_of_torchs_gradient():
     np.testing.assert_allclose(grad, np.conj(tensor.grad.numpy()), rtol=1e-12)
 
 
-def test_gauss_newton_loss_beside_torchs_dense_matrices():
+def test_gauss_newton_loss_matches_torchs_dense_matrices():
     torch = pytest.importorskip("torch")
     recipe = load("gauss_newton_loss")
     t, counts = np.linspace(0, 4, 9), np.array([1.0, 1, 2, 5, 7, 3, 1, 1, 2])

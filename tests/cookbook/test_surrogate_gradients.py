@@ -1,4 +1,4 @@
-"""Gradients that are not those of the value, beside other packages and torch's autograd.
+"""Gradients that are not those of the value, compared with other packages and torch's autograd.
 
 Reversed and clipped gradients, and gradients through samples, spikes, codes and roundings.
 """
@@ -119,7 +119,7 @@ def test_the_rotation_is_that_of_vector_quantize_pytorch_for_codes_of_any_direct
     module = pytest.importorskip("vector_quantize_pytorch.vector_quantize_pytorch")
     rotation = load("vector_quantization").Rotation.apply
     features, code = normal(9, 5), normal(9, 5, seed=1)
-    features[0] = 0.01 * code[0]  # in the same direction
+    features[0] = 0.01 * code[0]  # parallel to its code
     assert_same_as_torch(lambda x: rotation(x, code), lambda x: module.rotate_to(x, torch.tensor(code)), [features])
 
 
@@ -178,7 +178,7 @@ def test_ternary_weights_are_those_of_autograd():
 
 
 def test_ternary_weights_are_brevitas_where_they_are_used(quant):
-    """With one scale for both signs. brevitas has no gradient for the weights that are cut to zero."""
+    """There is one scale for both signs. brevitas has no gradient for the weights that are cut to zero."""
     ternary = load("ternary_weights").ternary
     scaling = torch.nn.Module()
     of_brevitas = quant.TernaryQuant(scaling, 0.5)
@@ -195,7 +195,7 @@ def test_ternary_weights_are_brevitas_where_they_are_used(quant):
     assert_same_as_torch(ours, of_torch, [normal(6, 9), np.float32(0.8)])
 
 
-def test_what_is_kept_as_int8_has_the_gradients_of_torch_on_rounded_activations():
+def test_int8_residuals_have_the_gradients_of_torch_on_rounded_activations():
     linear = load("bitwise_int8_activations").Linear.apply
     x, weight = normal(6, 20), normal(20, 3, seed=1)
 

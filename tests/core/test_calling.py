@@ -16,7 +16,7 @@ import jaxfn
 from jaxfn import _compat
 from tests.support.cases import MulConstant, Square
 from tests.support.either_library import G, X, assert_gradients, in_each_library
-from tests.support.marks import COMING, row
+from tests.support.marks import EXPERIMENTAL, row
 
 
 class Keywords(jaxfn.Function):
@@ -54,7 +54,7 @@ def test_arguments_bind_to_the_signature(args, kwargs, seen, wrap):
     def f(x):
         return Keywords.apply(x, *args, **kwargs)
 
-    jax.clear_caches()  # JAX's coming custom_vjp keeps its traces, and forward is to be seen running
+    jax.clear_caches()  # JAX's experimental custom_vjp caches its traces, and the test counts runs of forward
     x = jnp.arange(2.0)
     scale, num_rest, offset, extra = seen
     expected = x * scale + num_rest + offset + sum(kwargs[k] for k in extra)
@@ -110,7 +110,7 @@ def test_wrong_arguments_name_the_function(args, kwargs):
 
 
 @row("A1")
-def test_one_name_for_two_inputs_is_refused():
+def test_one_name_for_two_inputs_raises():
     f = jaxfn.autograd_function(lambda ctx, x, /, **kw: x * kw["x"], lambda ctx, g: {"x": g})
     with pytest.raises(TypeError, match="'x' names two inputs"):
         f(1.0, x=2.0)
@@ -118,8 +118,8 @@ def test_one_name_for_two_inputs_is_refused():
 
 @row("A2", "A3")
 @in_each_library
-def test_static_arguments_arrive_as_the_same_objects(lib):
-    given = print, {"a": 1}, [1, 2], "text", object(), slice(1, 2), None, 3, True
+def test_static_arguments_arrive_as_identical_objects(lib):
+    static_args = print, {"a": 1}, [1, 2], "text", object(), slice(1, 2), None, 3, True
     received = []
 
     class Takes(lib.Function):
@@ -130,16 +130,16 @@ def test_static_arguments_arrive_as_the_same_objects(lib):
 
         @staticmethod
         def backward(ctx, grad_output):
-            return (grad_output, *(None,) * len(given))
+            return (grad_output, *(None,) * len(static_args))
 
-    assert_gradients(lib, lambda x: Takes.apply(x, *given), [X], G)
+    assert_gradients(lib, lambda x: Takes.apply(x, *static_args), [X], G)
     (static,) = received
-    assert static[1:3] == given[1:3]  # a list and a dict: looked into by jaxfn
-    assert all(a is b for a, b in zip(static[:1] + static[3:], given[:1] + given[3:], strict=True))
+    assert static[1:3] == static_args[1:3]  # a list and a dict: looked into by jaxfn
+    assert all(a is b for a, b in zip(static[:1] + static[3:], static_args[:1] + static_args[3:], strict=True))
 
 
 @row("A2")
-def test_a_torch_tensor_is_refused():
+def test_a_torch_tensor_raises():
     torch = pytest.importorskip("torch")
     for value in (torch.ones(2), {"deep": [torch.nn.Parameter(torch.ones(2))]}):
         with pytest.raises(TypeError, match=r"Square: input 0 \('x'\) is a torch tensor.*from_torch"):
@@ -240,7 +240,7 @@ def test_apply_is_one_picklable_hashable_object():
 
 
 @row("A4", "A7")
-def test_a_call_is_traced_once_for_arguments_of_the_same_shapes():
+def test_a_call_is_traced_once_for_arguments_of_equal_shapes():
     traces = []
 
     @jaxfn.function
@@ -262,7 +262,7 @@ def test_a_call_is_traced_once_for_arguments_of_the_same_shapes():
     assert traces == ["forward", "step"]
 
 
-def test_threads_that_meet_the_same_unknown_compiler_option(monkeypatch):
+def test_threads_that_meet_one_unknown_compiler_option(monkeypatch):
     """Both find that this XLA does not know it; neither fails."""
     monkeypatch.setattr(_compat, "_QUICK", [{"xla_no_such_option": True}, {}])
     lowered = [jax.jit(lambda x, k=k: x + k).lower(jnp.float32(0)) for k in range(4)]
@@ -287,7 +287,7 @@ def test_threads_that_meet_the_same_unknown_compiler_option(monkeypatch):
 
 @row("A5")
 def test_forward_runs_directly_where_none_of_its_arrays_is_traced():
-    """Where a rule is attached, it gets tracers, and cannot look at values."""
+    """Forward gets tracers, and cannot read values, if a rule is attached."""
     values, of_gradient = [], []
 
     @jaxfn.function
@@ -318,7 +318,7 @@ def test_an_eager_shard_map():
 
 @row("A6")
 def test_a_function_without_forward_or_ctx():
-    """That an instance is refused is asserted in test_messages.py."""
+    """test_messages.py asserts that an instance is rejected."""
     with pytest.raises(NotImplementedError, match="Empty defines no forward"):
         type("Empty", (jaxfn.Function,), {}).apply(1.0)
     no_ctx = type("NoCtx", (jaxfn.Function,), {"forward": staticmethod(lambda: 1.0)})
@@ -327,7 +327,7 @@ def test_a_function_without_forward_or_ctx():
 
 
 def counting_products(calls, pack, unpack):
-    """A Function and the same by hand, of two arguments that are packed; `calls` gets what user code ran."""
+    """A Function and its hand-written custom_vjp, of two packed arguments; `calls` gets what user code ran."""
 
     class Product(jaxfn.Function):
         @staticmethod
@@ -353,9 +353,9 @@ def counting_products(calls, pack, unpack):
         x, w = residuals
         return pack(grad_output * w, grad_output * x)
 
-    by_hand = jax.custom_vjp(lambda *packed: fwd(*packed)[0])
-    by_hand.defvjp(fwd, bwd)
-    return [lambda x, w, f=f: f(*pack(x, w)) for f in (Product.apply, by_hand)]
+    hand_written = jax.custom_vjp(lambda *packed: fwd(*packed)[0])
+    hand_written.defvjp(fwd, bwd)
+    return [lambda x, w, f=f: f(*pack(x, w)) for f in (Product.apply, hand_written)]
 
 
 PACKINGS = {
@@ -378,8 +378,8 @@ DIFFERENTIATED_AT_THE_CALL = (jax.grad, by_both_arguments)
     [jax.grad, lambda f: jax.grad(jax.jit(f)), by_both_arguments, jax.checkpoint, jax.vmap],
     ids=["grad", "grad of jit", "both arguments", "checkpoint", "vmap"],
 )
-def test_user_code_is_traced_at_most_as_often_as_by_hand(derivative, packing):
-    """Where JAX stages a call before it differentiates, by hand there are two traces: the primal, and its `fwd`."""
+def test_user_code_is_traced_at_most_as_often_as_a_hand_written_rule(derivative, packing):
+    """A hand-written rule has two traces if JAX stages a call before it differentiates: the primal, and its `fwd`."""
     calls = []
     counts = []
     for f in counting_products(calls, *PACKINGS[packing]):
@@ -394,14 +394,14 @@ def test_user_code_is_traced_at_most_as_often_as_by_hand(derivative, packing):
         for _ in range(2):  # what is traced again must not grow
             jax.jit(derivative(lambda x, w, chain=chain: chain(x, w))).trace(x, x)
         counts.append((calls.count("forward"), calls.count("backward")))
-    ours, (forward_by_hand, backward_by_hand) = counts
-    assert ours == (16, backward_by_hand)
-    runs_twice = bool(backward_by_hand) and derivative not in DIFFERENTIATED_AT_THE_CALL
-    assert COMING or forward_by_hand == 16 + 16 * runs_twice  # JAX_CUSTOM_VJP3 traces its primal anew at each call
+    ours, (hand_written_forward, hand_written_backward) = counts
+    assert ours == (16, hand_written_backward)
+    runs_twice = bool(hand_written_backward) and derivative not in DIFFERENTIATED_AT_THE_CALL
+    assert EXPERIMENTAL or hand_written_forward == 16 + 16 * runs_twice  # JAX_CUSTOM_VJP3 retraces its primal
 
 
 @row("A7")
-def test_weak_types_are_kept():
+def test_weak_types_are_preserved():
     assert jax.typeof(Square.apply(jnp.asarray(2.0))).weak_type
     out = jax.jit(Square.apply)(2.0)
     assert jax.typeof(out).weak_type == jax.typeof(jax.jit(lambda x: x * x)(2.0)).weak_type
@@ -430,7 +430,7 @@ CONTAINERS = {
 
 @row("A2", "A3")
 @pytest.mark.parametrize("container", CONTAINERS)
-def test_static_values_in_containers_are_told_apart(container):
+def test_static_values_in_containers_are_distinguished(container):
     pack, unpack, pack_gradient = CONTAINERS[container]
 
     def forward(ctx, packed):
@@ -458,7 +458,7 @@ def test_apply_may_be_overridden():
 
 @row("A1")
 def test_the_signature_of_apply_is_that_of_the_forward_it_calls():
-    """An `apply` of the user's own keeps its own, also that of a base class."""
+    """An overridden `apply` has its own behavior, also that of a base class."""
 
     class Scaled(jaxfn.Function):
         @staticmethod

@@ -15,7 +15,7 @@ import pytest
 
 import jaxfn
 from tests.support.contexts import CONTEXTS
-from tests.support.marks import KEEPS_TRACES, cells, row
+from tests.support.marks import CACHES_TRACES, cells, row
 
 EVERY_CONTEXT = pytest.mark.parametrize("context", CONTEXTS)
 X = jnp.array([0.3, -1.2, 0.7], jnp.float32)
@@ -45,7 +45,7 @@ class WeightedByName(Weighted):
 
 
 class WeightedNamed(Weighted):
-    """The keywords have an order of their own, which is not that of the alphabet or of the call."""
+    """The keywords have their own order, which is not alphabetical and not that of the call."""
 
     @staticmethod
     def forward(ctx, x, *, shift, scale):
@@ -83,7 +83,7 @@ def weighted_gradients(function, context, transformation):
 
 @row("C2", "C5")
 @APPLIED
-def test_gradients_of_two_unnamed_keywords_by_position_are_refused(context, transformation):
+def test_gradients_of_two_unnamed_keywords_by_position_raise(context, transformation):
     with pytest.raises(RuntimeError, match=r"Weighted\.backward.*dict"):
         weighted_gradients(Weighted, context, transformation)
 
@@ -148,7 +148,7 @@ def number_loss(number):
     NUMBERS,
     EAGER_DERIVATIVES,
 )  # fmt: skip
-def test_a_python_number_computed_from_a_differentiated_input_is_refused(number, derivative):
+def test_a_python_number_computed_from_a_differentiated_input_raises(number, derivative):
     """Its derivative would be zero."""
     with pytest.raises((TypeError, RuntimeError), match=rf"Number\.forward.*{NUMBERS[number][1]}"):
         EAGER_DERIVATIVES[derivative](number_loss(number))(X)
@@ -234,9 +234,9 @@ def test_a_callable_replaced_by_one_that_compares_equal(method, context):
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# What ctx keeps
+# What ctx stores
 
-KEPT = {
+STORED = {
     "numbers and text": lambda x: {1: x, "name": [2 * x], None: 3.0},
     "tuples and None": lambda x: {(1, "a"): x, None: 2 * x},
     "nested": lambda x: ["a", {"deep": {2: x, "b": {b"c": 2 * x, 0.5: "text"}}}],
@@ -245,26 +245,26 @@ KEPT = {
 
 @row("B6")
 @cells(
-    "context, kept",
+    "context, stored",
     [
         ("eager", "nested"), ("jit", "numbers and text"), ("checkpoint", "tuples and None"), ("vmap", "nested"),
         ("scan", "numbers and text"), ("cond", "nested"),
     ],
     CONTEXTS,
-    KEPT,
+    STORED,
 )  # fmt: skip
-def test_a_dict_on_ctx_whose_keys_cannot_be_sorted(context, kept):
+def test_a_dict_on_ctx_whose_keys_cannot_be_sorted(context, stored):
     seen = []
 
     def forward(ctx, x):
-        ctx.kept = KEPT[kept](jnp.cos(x))
-        ctx.keys = [*KEPT[kept](0)] if kept != "nested" else None
+        ctx.stored = STORED[stored](jnp.cos(x))
+        ctx.keys = [*STORED[stored](0)] if stored != "nested" else None
         return jnp.sin(x)
 
     def backward(ctx, g):
         if ctx.keys is not None:
-            seen.append([*ctx.kept] == ctx.keys)
-        return g * sum(_arrays_of(ctx.kept))
+            seen.append([*ctx.stored] == ctx.keys)
+        return g * sum(_arrays_of(ctx.stored))
 
     f = jaxfn.autograd_function(forward, backward)
     first = jax.grad(CONTEXTS[context](lambda x: f(x).sum()))
@@ -322,8 +322,8 @@ def without_return(method, function):
 @pytest.mark.parametrize("context", ["eager", "jit", "vmap"])
 def test_a_method_without_a_return_statement_is_warned_of_once(method, function, context):
     call = without_return(method, function)
-    place = rf"test_calls\.py:{function.__code__.co_firstlineno}"
-    with pytest.warns(UserWarning, match=rf"Forgets\.{method} returned None.*{place}") as caught:
+    location = rf"test_calls\.py:{function.__code__.co_firstlineno}"
+    with pytest.warns(UserWarning, match=rf"Forgets\.{method} returned None.*{location}") as caught:
         for _ in range(2):
             result = CONTEXTS[context](call)(X)
     assert len(caught) == 1
@@ -345,7 +345,7 @@ METHODS = ["backward", "jvp", "vmap", "setup_context"]
 
 @row("B1")
 @pytest.mark.parametrize("method", METHODS)
-def test_a_rule_that_would_replace_the_function_is_refused(method):
+def test_a_rule_that_would_replace_the_function_raises(method):
     """`@square.backward` on a `def square` makes `square` the rule."""
 
     @jaxfn.function
@@ -544,7 +544,7 @@ class Branching(jaxfn.Function):
 @pytest.mark.parametrize("context", ["jit", "checkpoint", "scan", "cond", "vmap"])
 @pytest.mark.parametrize("differentiated", [False, True])
 def test_errors_of_jax_name_the_function_its_file_and_its_parameters(differentiated, context):
-    """Where forward is staged into the program around it, JAX alone would name that one only."""
+    """JAX alone would name only the outer function if forward is staged into its jaxpr."""
     call = CONTEXTS[context](lambda x: Branching.apply(x, 0.5).sum())
     line = Branching.forward.__code__.co_firstlineno
     where = rf"{re.escape(__file__)}:({line}|{line + 1}|{line + 2})\b"
@@ -648,7 +648,7 @@ USES = {
 
 
 def alive_after(uses, make):
-    """How many of the objects that functions made inside `uses` close over are alive afterwards, for each use.
+    """Counts, for each use, the live objects that functions defined inside `uses` closed over.
 
     Returns:
       The numbers before JAX's caches are cleared, and their sum afterwards.
@@ -672,13 +672,13 @@ def alive_after(uses, make):
 @row("B13")
 @pytest.mark.parametrize(
     "uses",
-    [[use for use in USES if use != "grad scan"], pytest.param(["grad scan"], marks=KEEPS_TRACES)],
+    [[use for use in USES if use != "grad scan"], pytest.param(["grad scan"], marks=CACHES_TRACES)],
     ids=["all others", "grad scan"],
 )
 @pytest.mark.usefixtures("few_objects")
-def test_a_function_made_inside_a_program_is_freed_with_it(uses):
-    """As early as what a hand-written custom_vjp closes over, and at the latest when JAX's caches are cleared."""
+def test_a_function_defined_inside_a_traced_function_is_freed_with_it(uses):
+    """Freed as early as what a hand-written custom_vjp closes over, and at the latest when JAX's caches are cleared."""
     ours, ours_cleared = alive_after(uses, function_of)
-    by_hand, by_hand_cleared = alive_after(uses, custom_vjp_of)
-    assert by_hand_cleared == ours_cleared == 0
-    assert all(ours[use] <= by_hand[use] for use in uses), (ours, by_hand)
+    hand_written, hand_written_cleared = alive_after(uses, custom_vjp_of)
+    assert hand_written_cleared == ours_cleared == 0
+    assert all(ours[use] <= hand_written[use] for use in uses), (ours, hand_written)

@@ -1,4 +1,4 @@
-"""What `jax.checkpoint` keeps of a Function that saves an output: nothing, unless its rule is not linear (row D9)."""
+"""Row D9: `jax.checkpoint` saves nothing of a Function that saves an output, unless its rule is not linear."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec as P
 import jaxfn
 from tests.support.cases import on_host, residual_bytes
 from tests.support.contexts import CONTEXTS
-from tests.support.marks import COMING, cells, row
+from tests.support.marks import EXPERIMENTAL, cells, row
 
 X = np.linspace(-0.9, 1.1, 4, dtype=np.float32)
 
@@ -50,9 +50,9 @@ RULES: dict[str, tuple[Callable[[Any], Any], bool]] = {
 }
 
 
-def expect_nothing_kept(is_linear: bool) -> None:
-    if COMING and not is_linear:
-        pytest.xfail("JAX_REMAT3 has no public rule for what a primitive keeps")
+def expect_nothing_saved(is_linear: bool) -> None:
+    if EXPERIMENTAL and not is_linear:
+        pytest.xfail("JAX_REMAT3 has no public rule for what a primitive saves")
 
 
 def tanh_with(change: Callable[[Any], Any], **attributes: Any) -> Any:
@@ -78,7 +78,7 @@ def tanh_with(change: Callable[[Any], Any], **attributes: Any) -> Any:
 squashed = tanh_with(lambda g: g)
 
 
-def by_hand(change: Callable[[Any], Any]) -> Any:
+def hand_written(change: Callable[[Any], Any]) -> Any:
     f = jax.custom_vjp(jnp.tanh)
 
     def fwd(x):
@@ -90,7 +90,7 @@ def by_hand(change: Callable[[Any], Any]) -> Any:
 
 
 def chain(f: Any, checkpoint: Callable[..., Any]) -> Any:
-    """The input of f is not an argument of the checkpoint, so that keeping it, or the output, shows."""
+    """The input of f is not an argument of the checkpoint, so that saving it, or the output, shows."""
     return checkpoint(lambda x: jnp.sum(jnp.sin(f(jnp.sin(x) * 2))))
 
 
@@ -124,10 +124,13 @@ FORWARD_MODES: dict[str, dict[str, Any]] = {
         ("Function", "jvp", "eager"),
     ],
 )
-def test_the_output_is_kept_if_the_rule_is_not_linear_and_else_computed_again(rule, attributes, program):
+def test_the_output_is_saved_if_the_rule_is_not_linear_and_else_recomputed(rule, attributes, program):
     change, is_linear = RULES[rule]
-    expect_nothing_kept(is_linear)
-    ours, theirs = CONTEXTS[program](tanh_with(change, **FORWARD_MODES[attributes])), CONTEXTS[program](by_hand(change))
+    expect_nothing_saved(is_linear)
+    ours, theirs = (
+        CONTEXTS[program](tanh_with(change, **FORWARD_MODES[attributes])),
+        CONTEXTS[program](hand_written(change)),
+    )
     nbytes = [residual_bytes(chain(f, jax.checkpoint), (jnp.ones(100),)) for f in (ours, theirs)]
     assert nbytes == [400 if is_linear else 800, 400]
     expected = second(chain(theirs, lambda f: f), X)
@@ -161,8 +164,8 @@ COLLECTIVE: dict[str, tuple[Callable[[Any], Any], bool]] = {
 
 
 def check(loss: Callable[..., Any], change: Callable[[Any], Any], is_linear: bool) -> None:
-    """The second derivative of a loss of (tanh, a checkpoint), and that it keeps as much as by hand."""
-    ours, theirs = tanh_with(change), by_hand(change)
+    """The second derivative of a loss of (tanh, a checkpoint), once it saves as much as the hand-written one."""
+    ours, theirs = tanh_with(change), hand_written(change)
     expected = second(loss(theirs, lambda f: f), X)
     for checkpoint in (lambda f: f, jax.checkpoint):
         np.testing.assert_allclose(second(loss(ours, checkpoint), X), expected, rtol=1e-4, atol=1e-5)
@@ -187,7 +190,7 @@ def check(loss: Callable[..., Any], change: Callable[[Any], Any], is_linear: boo
 )
 def test_rules_that_use_the_name_of_a_vmapped_axis(program, rule):
     change, is_linear = COLLECTIVE[rule]
-    expect_nothing_kept(is_linear)
+    expect_nothing_saved(is_linear)
 
     def loss(f, c):
         mapped = NAMED[program](f, c)
@@ -222,14 +225,14 @@ SHARDED: dict[str, Callable[..., Any]] = {
 )
 def test_rules_that_use_the_name_of_a_mesh_axis(program, rule, check_vma):
     change, is_linear = (RULES | COLLECTIVE)[rule]
-    expect_nothing_kept(is_linear)
+    expect_nothing_saved(is_linear)
     mesh = jax.make_mesh((len(X),), ("i",), axis_types=(jax.sharding.AxisType.Auto,))
 
     def sharded(f):
         return jax.shard_map(f, mesh=mesh, in_specs=P("i"), out_specs=P("i"), check_vma=check_vma)
 
     def varying(g):
-        """The sum is the same on all devices, and the gradient of a varying array varies."""
+        """The sum is equal on all devices, and the gradient of a varying array varies."""
         changed = change(g)
         varies = not check_vma or "i" in jax.typeof(changed).manual_axis_type.varying
         return changed if varies else lax.pcast(changed, "i", to="varying")
@@ -242,7 +245,7 @@ def test_rules_that_use_the_name_of_a_mesh_axis(program, rule, check_vma):
         check(loss, varying, is_linear)
 
 
-# --- what backward does besides
+# --- other effects of backward
 
 
 @row("D9", "L1")

@@ -1,4 +1,4 @@
-"""Rows A5, A9 and D3: what forward and backward close over is right, or refused by name; never a zero."""
+"""Rows A5, A9 and D3: what forward and backward close over has the right derivative or raises; never a zero."""
 
 import functools
 
@@ -39,7 +39,7 @@ PROGRAMS = {**CONTEXTS, "jit in jit": lambda f: jit(jit(f)), "vmap of jit": lamb
 
 
 def within(program, f, where):
-    """Puts a function of (w, x) into a program; the w that it gets is made in the program, or around it."""
+    """Wraps a function of (w, x) in transformations; its w is computed inside them, or outside."""
     if where == "around it":
         return lambda w, x: PROGRAMS[program](lambda x: f(w, x))(x)
     if where == "in it":
@@ -67,7 +67,7 @@ def within(program, f, where):
     ],
 )
 def test_a_value_that_is_not_differentiated(program, where, mode, save):
-    """By hand JAX raises in some of these, as the tracer in the closure is of another program."""
+    """JAX raises in some of these for a hand-written rule, as the tracer in the closure belongs to another trace."""
     for derivative in (lambda f: jax.grad(f, 1), lambda f: jax.grad(jax.grad(f, 1), 1)):
         ours = derivative(within(program, lambda w, x: scaled(w, mode, save)(x), where))
         expected = derivative(plain)(1.3, 0.7)
@@ -111,7 +111,7 @@ def test_a_traced_value_behind_thousands_of_objects(program, outer, mode):
     ["reverse", "both"],
     [False, True],
 )
-def test_a_value_that_is_differentiated_is_refused(program, argnums, mode, is_far):
+def test_a_value_that_is_differentiated_raises(program, argnums, mode, is_far):
     for where in ("in it", "around it"):
         loss = within(program, lambda w, x: scaled(w, mode, is_far=is_far)(x), where)
         for wrap in (lambda f: f, jax.jit):
@@ -121,7 +121,7 @@ def test_a_value_that_is_differentiated_is_refused(program, argnums, mode, is_fa
 
 @row("A9")
 def test_a_global_and_an_array_that_is_not_needed():
-    """What the outputs do not depend on may be differentiated."""
+    """Values that the outputs do not depend on may be differentiated."""
 
     def loss(w, x):
         f = jaxfn.autograd_function(lambda ctx, x: (w, 2 * x)[1], lambda ctx, g: 2 * g)
@@ -145,24 +145,24 @@ def test_an_object_that_backward_closes_over_holds_a_value_of_another_program(wr
 
 
 def sine_with_scaled_slope(x, w):
-    """In plain JAX, as 0.10.0 forgets a custom_jvp in a scan: the sine's value, no derivative by w, w² cos(x) by x."""
+    """The sine's value, no derivative by w, w² cos(x) by x: in plain JAX, as 0.10.0 forgets a custom_jvp in a scan."""
     return stop_gradient(jnp.sin(x)) + w * w * (jnp.sin(x) - stop_gradient(jnp.sin(x)))
 
 
 def sine_closing_over_its_scale(w, form):
-    """The same, where the rules alone see the scale: in a closure, a closure's closure, defaults and tuples."""
+    """A sine whose rules alone see the scale: in a closure, a closure's closure, defaults and tuples."""
     square = functools.partial(jnp.square, w)
     held = ((w,),)
 
     def forward(ctx, x):
-        kept = jnp.cos(x) if form == "intermediate" else x if form != "flags" or ctx.needs_input_grad[0] else None
-        ctx.save_for_backward(kept)
-        ctx.save_for_forward(kept)
+        saved = jnp.cos(x) if form == "intermediate" else x if form != "flags" or ctx.needs_input_grad[0] else None
+        ctx.save_for_backward(saved)
+        ctx.save_for_forward(saved)
         return jnp.sin(x)
 
     def rule(ctx, moving, scale=w):
-        (kept,) = ctx.saved_tensors
-        slope = kept if form == "intermediate" else jnp.cos(kept)
+        (saved,) = ctx.saved_tensors
+        slope = saved if form == "intermediate" else jnp.cos(saved)
         factors = {"defaults": scale * scale, "tuples": held[0][0] ** 2}
         return moving * slope * factors.get(form, square())
 
@@ -212,7 +212,7 @@ AROUND = {**CONTEXTS, "grad by the scale": jax.grad, "vmap of grad by the scale"
     ],
 )
 def test_rules_that_close_over_a_value_of_the_program_around(form, derivative, program, around):
-    """By hand JAX raises "No constant handler" in jit, scan and cond, and in others at second order."""
+    """JAX raises "No constant handler" for a hand-written rule in jit, scan and cond, and in others at second order."""
 
     def total(sine):
         def derived(w, x):
@@ -240,7 +240,7 @@ def test_rules_that_close_over_a_value_of_the_program_around(form, derivative, p
     ],
 )
 def test_rules_that_close_over_a_value_of_the_program_that_has_ended(program, form, derivative):
-    """They run when JAX differentiates, and the value is kept with the residuals."""
+    """They run when JAX differentiates, and the value is saved with the residuals."""
 
     def derived(sine):
         f = PROGRAMS[program](lambda x: sine(1.3 + 0 * jnp.sum(stop_gradient(x)), x))
@@ -316,7 +316,7 @@ class Found(jaxfn.Function):
 @row("A9")
 @pytest.mark.parametrize("outer", ["eager", "jit"])
 @pytest.mark.parametrize("program", ["eager", "vmap", "jit", "scan"])
-def test_a_differentiated_global_is_refused_beside_an_intermediate(program, outer):
+def test_a_differentiated_global_raises_next_to_an_intermediate(program, outer):
     """No search finds it. At both orders; the derivative by x alone is right where w belongs to no inner program."""
 
     def total(f):
@@ -389,12 +389,12 @@ def test_a_rule_that_closes_over_a_value_of_an_outer_derivative_is_right():
 
 
 # The derivative of the gradient, by where forward finds what it closes over. A Function's value has none by that.
-BESIDE = {"cell": "right", "default": "right", "object": "refused", "static argument": "refused"}
+CAPTURES = {"cell": "right", "default": "right", "object": "raises", "static argument": "raises"}
 
 
 @row("A5", "A9", "D3")
 @cells(
-    "program,kept,moves",
+    "program,captured_in,moves",
     [
         ("eager", "cell", True),
         ("jit", "cell", False),
@@ -404,18 +404,18 @@ BESIDE = {"cell": "right", "default": "right", "object": "refused", "static argu
         ("eager", "static argument", False),
     ],
     ["eager", "jit", "checkpoint"],
-    BESIDE,
+    CAPTURES,
     [False, True],
 )
-def test_closed_over_values_beside_a_saved_intermediate(program, kept, moves):
-    """What the outputs depend on beside the inputs keeps its derivative in backward, where forward can run again."""
+def test_closed_over_values_next_to_a_saved_intermediate(program, captured_in, moves):
+    """Captured values that the outputs depend on have their derivative in backward, if forward can run again."""
 
     def ours(c):
         holder = Holder(c)
 
         def backward(ctx, g):
             x, s = ctx.saved_tensors
-            return g * ctx.c * ctx.c * jnp.cos(x * ctx.c) + 0 * s, *[None] * (kept == "static argument")
+            return g * ctx.c * ctx.c * jnp.cos(x * ctx.c) + 0 * s, *[None] * (captured_in == "static argument")
 
         def run(ctx, x, c):
             s = jnp.sin(x * c)
@@ -429,8 +429,8 @@ def test_closed_over_values_beside_a_saved_intermediate(program, kept, moves):
             "object": lambda ctx, x: run(ctx, x, holder.value),
             "static argument": lambda ctx, x, held: run(ctx, x, held.value),
         }
-        f = jaxfn.autograd_function(forwards[kept], backward)
-        return (lambda x: f(x, holder)) if kept == "static argument" else f
+        f = jaxfn.autograd_function(forwards[captured_in], backward)
+        return (lambda x: f(x, holder)) if captured_in == "static argument" else f
 
     def loss(f, with_value=False):
         def total(c, x):
@@ -439,7 +439,7 @@ def test_closed_over_values_beside_a_saved_intermediate(program, kept, moves):
 
         return jax.grad(CONTEXTS[program](total), (0, 1))
 
-    if BESIDE[kept] == "right":
+    if CAPTURES[captured_in] == "right":
         expected = loss(lambda c: lambda x: jnp.sin(x * c) * c)(1.3, 0.7)
         np.testing.assert_allclose(loss(ours)(1.3, 0.7), expected, rtol=1e-5)
     else:

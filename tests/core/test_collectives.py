@@ -23,7 +23,7 @@ BACK = [(b, a) for a, b in SHIFT]
 
 
 class Collective:
-    """A function of x and of a weight that all elements share, with its derivative written down.
+    """A function of x and of a weight that all elements share, with its hand-written derivative.
 
     Attributes:
       value: of (x, w).
@@ -106,7 +106,7 @@ def over(f, **options):
 
 
 def weighed(f):
-    """A number that tells the elements from each other."""
+    """A number that differs if elements are exchanged."""
     return lambda x, w: jnp.sum(jnp.sin(f(x, w)) * WEIGHTS)
 
 
@@ -205,20 +205,22 @@ def test_collectives_over_a_vmapped_axis(collective, rules, derivative, context)
     ids=str,
 )
 def test_collectives_without_jit_as_in_a_hand_written_rule(collective, rules, derivative):
-    """In a custom_jvp, in both modes; in a custom_vjp in vmap(grad), as grad(vmap) ends in "unbound axis name"."""
+    """Rules equal a custom_jvp in both modes, and a custom_vjp in vmap(grad): grad(vmap) raises "unbound axis name"."""
     c = COLLECTIVES[collective]
     if rules == "jvp":
-        by_hand = jax.custom_jvp(c.value)
-        by_hand.defjvp(lambda p, t: (by_hand(*p), TWICE * c.push(*p, *t)))
+        hand_written = jax.custom_jvp(c.value)
+        hand_written.defjvp(lambda p, t: (hand_written(*p), TWICE * c.push(*p, *t)))
     else:
-        by_hand = jax.custom_vjp(c.value)
-        by_hand.defvjp(lambda *xw: (by_hand(*xw), xw), lambda xw, g: tuple(THRICE * v for v in c.pull(*xw, g)))
-    compare(DERIVATIVES[derivative](function_of(c, rules))(XS, W), DERIVATIVES[derivative](by_hand)(XS, W))
+        hand_written = jax.custom_vjp(c.value)
+        hand_written.defvjp(
+            lambda *xw: (hand_written(*xw), xw), lambda xw, g: tuple(THRICE * v for v in c.pull(*xw, g))
+        )
+    compare(DERIVATIVES[derivative](function_of(c, rules))(XS, W), DERIVATIVES[derivative](hand_written)(XS, W))
 
 
 @row("E1", "E1c")
 @cells(
-    "place, rules, collective",
+    "position, rules, collective",
     [
         ("inside", "backward", "psum of a part"),
         ("inside", "jvp", "all_gather"),
@@ -229,13 +231,13 @@ def test_collectives_without_jit_as_in_a_hand_written_rule(collective, rules, de
     FACTORS,
     COLLECTIVES,
 )
-def test_collectives_under_another_vmap(place, rules, collective):
+def test_collectives_under_another_vmap(position, rules, collective):
     """Whose axis has no name, and lies inside or outside the one that has."""
     c, (factor, _) = COLLECTIVES[collective], FACTORS[rules]
     xs = np.stack([XS, XS - 1, 2 * XS, XS**2], 1)
 
     def derived(f):
-        if place == "outside":
+        if position == "outside":
             one = jax.vmap(lambda x, w: over(f)(x, w), (1, None), 1)
         else:
             one = over(jax.vmap(f, (1, None), 1))

@@ -9,7 +9,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 import jaxfn
 from tests.support.cases import CASES, loss_of, make_args, residual_bytes, with_attributes
-from tests.support.marks import COMING, cells, row, slow
+from tests.support.marks import EXPERIMENTAL, cells, row, slow
 from tests.support.transformations import BATCH, POLICIES, over_batch, over_steps
 
 BY_NAME = {case.name: case for case in CASES}
@@ -33,8 +33,8 @@ def train_step(f, num_args):
 
 
 FORWARD_MODE = {
-    "beside jvp": {"jvp": staticmethod(lambda ctx, *tangents: None)},
-    "beside generate_jvp_rule": {"generate_jvp_rule": True},
+    "with jvp": {"jvp": staticmethod(lambda ctx, *tangents: None)},
+    "with generate_jvp_rule": {"generate_jvp_rule": True},
 }
 
 
@@ -45,23 +45,23 @@ FORWARD_MODE = {
         *((name, "plain") for name in BY_NAME),
         ("dense", "vmap"),
         ("quantize", "vmap"),
-        ("linear", "beside jvp"),
-        ("rotate", "beside jvp"),
-        ("exp", "beside generate_jvp_rule"),
-        ("gelu", "beside generate_jvp_rule"),
+        ("linear", "with jvp"),
+        ("rotate", "with jvp"),
+        ("exp", "with generate_jvp_rule"),
+        ("gelu", "with generate_jvp_rule"),
     ],
     BY_NAME,
     ["plain", "vmap", *FORWARD_MODE],
 )
 def test_same_optimized_hlo_as_custom_vjp(name, how):
-    """Of a training step. A rule for forward mode adds nothing to reverse mode."""
+    """Compares the HLO of a training step. A rule for forward mode adds nothing to reverse mode."""
     case = BY_NAME[name]
     args = make_args(case, BATCH if how == "vmap" else None)
-    f, g = with_attributes(case, FORWARD_MODE[how]) if how in FORWARD_MODE else case.apply, case.by_hand
+    f, g = with_attributes(case, FORWARD_MODE[how]) if how in FORWARD_MODE else case.apply, case.hand_written
     if how == "vmap":
         f, g = over_batch(case, f), over_batch(case, g)
-    ours, by_hand = (train_step(h, len(args)).lower(args).compile().as_text() for h in (f, g))
-    assert normalized(ours) == normalized(by_hand)
+    ours, hand_written = (train_step(h, len(args)).lower(args).compile().as_text() for h in (f, g))
+    assert normalized(ours) == normalized(hand_written)
 
 
 def test_same_optimized_hlo_for_a_deep_network():
@@ -78,8 +78,8 @@ def test_same_optimized_hlo_for_a_deep_network():
     layers = [(jnp.full((16, 16), 0.1), jnp.full(16, 0.1))] * 8
     args = (jnp.ones((4, 16)), layers)
     ours = train_step(network(linear.apply, relu.apply), 2).lower(args).compile().as_text()
-    by_hand = train_step(network(linear.by_hand, relu.by_hand), 2).lower(args).compile().as_text()
-    assert normalized(ours) == normalized(by_hand)
+    hand_written = train_step(network(linear.hand_written, relu.hand_written), 2).lower(args).compile().as_text()
+    assert normalized(ours) == normalized(hand_written)
 
 
 @row("B4", "E1b")
@@ -124,42 +124,42 @@ def test_saved_bytes_equal_the_custom_vjp(name, policy, transform):
             "scan": lambda: over_steps(case, f),
         }[transform]()
 
-    assert residual_bytes(wrapped(case.apply), args) == residual_bytes(wrapped(case.by_hand), args)
+    assert residual_bytes(wrapped(case.apply), args) == residual_bytes(wrapped(case.hand_written), args)
 
 
 def _named(saves):
-    """The same function with names inside, as a Function and by hand; `saves` is what is kept for backward."""
+    """A function with names inside, as a Function and hand-written; `saves` is what is saved for backward."""
 
     def compute(x):
         inner = checkpoint_name(jnp.tanh(x), "inner")
         return inner, checkpoint_name(jnp.exp(inner), "outer")
 
-    def keep(x, inner, outer):
+    def residual_of(x, inner, outer):
         return {"input": x, "intermediate": inner, "output": outer}[saves]
 
-    def derivative(kept, g):
-        inner = {"input": jnp.tanh, "intermediate": lambda v: v, "output": jnp.log}[saves](kept)
+    def derivative(residual, g):
+        inner = {"input": jnp.tanh, "intermediate": lambda v: v, "output": jnp.log}[saves](residual)
         return g * jnp.exp(inner) * (1 - inner * inner)
 
     class Named(jaxfn.Function):
         @staticmethod
         def forward(ctx, x):
             inner, outer = compute(x)
-            ctx.save_for_backward(keep(x, inner, outer))
+            ctx.save_for_backward(residual_of(x, inner, outer))
             return outer
 
         @staticmethod
         def backward(ctx, grad_output):
             return derivative(ctx.saved_tensors[0], grad_output)
 
-    by_hand = jax.custom_vjp(lambda x: compute(x)[1])
+    hand_written = jax.custom_vjp(lambda x: compute(x)[1])
 
     def fwd(x):
         inner, outer = compute(x)
-        return outer, keep(x, inner, outer)
+        return outer, residual_of(x, inner, outer)
 
-    by_hand.defvjp(fwd, lambda kept, g: (derivative(kept, g),))
-    return Named.apply, by_hand
+    hand_written.defvjp(fwd, lambda residual, g: (derivative(residual, g),))
+    return Named.apply, hand_written
 
 
 @row("E1b")
@@ -178,19 +178,19 @@ def _named(saves):
     [jnp.sum, jnp.sin, jnp.exp],
 )
 def test_names_inside_forward_are_found(saves, names, after):
-    ours, by_hand = _named(saves)
+    ours, hand_written = _named(saves)
     x = jnp.linspace(-1.0, 1.0, 1000)
     policy = jax.checkpoint_policies.save_only_these_names(*names)
 
-    def chain(f):  # the input of f is no argument of the checkpointed function, so keeping it would show
+    def chain(f):  # the input of f is not an argument of the checkpointed function, so saving it would show
         return jax.checkpoint(lambda x: after(f(jnp.sin(x) * 2)).sum(), policy=policy)
 
-    saved, by_custom_vjp = (residual_bytes(chain(f), (x,)) for f in (ours, by_hand))
-    assert saved == by_custom_vjp or (COMING and saved < by_custom_vjp)  # JAX_CUSTOM_VJP3 saves one array twice
-    assert jnp.allclose(jax.grad(chain(ours))(x), jax.grad(chain(by_hand))(x), rtol=1e-5)
+    saved, by_custom_vjp = (residual_bytes(chain(f), (x,)) for f in (ours, hand_written))
+    assert saved == by_custom_vjp or (EXPERIMENTAL and saved < by_custom_vjp)  # JAX_CUSTOM_VJP3 saves one array twice
+    assert jnp.allclose(jax.grad(chain(ours))(x), jax.grad(chain(hand_written))(x), rtol=1e-5)
 
 
 @row("B4")
 @pytest.mark.parametrize(("name", "size"), [("relu", 1000), ("straight_through", 0), ("exp", 4000), ("square", 4000)])
-def test_only_what_was_saved_is_kept(name, size):
+def test_only_what_was_saved_is_a_residual(name, size):
     assert residual_bytes(lambda x: BY_NAME[name].apply(x).sum(), (jnp.ones(1000),)) == size

@@ -161,8 +161,8 @@ def gathered(x):
 
 def spread(part, whole):
     """Each device's own columns among zeros."""
-    place = jax.lax.axis_index("model") * part.shape[-1]
-    return jax.lax.dynamic_update_slice_in_dim(varying(jnp.zeros_like(whole)), part, place, axis=-1)
+    start = jax.lax.axis_index("model") * part.shape[-1]
+    return jax.lax.dynamic_update_slice_in_dim(varying(jnp.zeros_like(whole)), part, start, axis=-1)
 
 
 def region(forward, backward, rules="backward"):
@@ -173,7 +173,7 @@ def region(forward, backward, rules="backward"):
     return type("Region", (jaxfn.Function,), methods | {"generate_jvp_rule": rules == "generated"}).apply
 
 
-def region_by_hand(forward, backward):
+def hand_written_region(forward, backward):
     f = jax.custom_vjp(forward)
     f.defvjp(lambda x: (f(x), None), lambda _, g: (backward(g),))
     return f
@@ -239,7 +239,7 @@ def on_devices(f, mesh="8", inside=False):
     return sharded(loss, specs=specs, mesh=mesh)
 
 
-PLACES = {
+TRANSFORMS = {
     "grad of shard_map": lambda f, mesh: jax.jit(jax.grad(on_devices(f, mesh), (0, 1, 2))),
     "shard_map of grad": lambda f, mesh: jax.jit(on_devices(f, mesh, inside=True)),
     "eager grad of shard_map": lambda f, mesh: jax.grad(on_devices(f, mesh), (0, 1, 2)),
@@ -262,7 +262,7 @@ def agree(got, expected):
 
 @row("E2b")
 @cells(
-    "copy, reduction, rules, around, place, mesh",
+    "copy, reduction, rules, around, transform, mesh",
     [
         ("typed", "as in torch", "backward", "nothing", "grad of shard_map", "8"),
         ("typed", "as in torch", "both", "jit", "shard_map of grad", "4 by 2"),
@@ -275,11 +275,11 @@ def agree(got, expected):
         ("mean", "mean", "backward", "nothing", "eager shard_map of grad", "4 by 2"),
     ],
 )
-def test_collectives_in_a_backward_that_are_right_are_accepted(copy, reduction, rules, around, place, mesh):
+def test_collectives_in_a_backward_that_are_right_are_accepted(copy, reduction, rules, around, transform, mesh):
     """`pmean` and the sum of parts of what devices have in common, `pcast`, and what their types say that varies."""
     regions = region(*COPIES[copy], rules), region(*REDUCTIONS[reduction], rules)
     ours, plain = (AROUND[around](mlp(*functions)) for functions in (regions, (same, same)))
-    agree(PLACES[place](ours, mesh)(X, W1, W2), jax.grad(loss_of(plain), (0, 1, 2))(X, W1, W2))
+    agree(TRANSFORMS[transform](ours, mesh)(X, W1, W2), jax.grad(loss_of(plain), (0, 1, 2))(X, W1, W2))
 
 
 @row("E2b")
@@ -287,7 +287,7 @@ def test_collectives_in_a_backward_that_are_right_are_accepted(copy, reduction, 
     "copy, reduction, mesh", [("typed", "as in torch", "8"), ("mean", "cast", "4 by 2"), ("sum of parts", "cast", "8")]
 )
 def test_second_derivatives_of_regions(copy, reduction, mesh):
-    """Of a copy of what was reduced, too."""
+    """Second derivatives of a copy of a reduced array are right too."""
 
     def second_order(loss):
         return jax.grad(lambda *args: sum(jnp.sum(jnp.sin(g)) for g in jax.grad(loss, (0, 1, 2))(*args)), (0, 1, 2))
@@ -306,22 +306,22 @@ def test_without_check_vma_regions_are_as_in_torch():
 
 
 @row("E2b")
-@pytest.mark.parametrize("place", [same, varying], ids=["unvarying", "varying"])
-def test_collectives_that_forward_has_too_are_left_alone(place):
+@pytest.mark.parametrize("cast", [same, varying], ids=["unvarying", "varying"])
+def test_collectives_that_forward_has_too_are_left_alone(cast):
     """Centred over all devices: what both directions sum may not vary, and counts as often in both."""
 
     def centred(x):
         return x - summed(x) / jax.lax.axis_size("model")
 
     def gradient(f):
-        return jax.jit(sharded(jax.grad(lambda x: jnp.sum(jnp.sin(3 * f(place(x)) + place(x)))), specs=P()))
+        return jax.jit(sharded(jax.grad(lambda x: jnp.sum(jnp.sin(3 * f(cast(x)) + cast(x)))), specs=P()))
 
     agree(gradient(region(centred, centred))(X), gradient(lambda x: x - averaged(x))(X))
 
 
 @row("E2b")
 def test_a_sum_may_be_the_gradient_of_each_devices_own_input():
-    """Copies of a weight that are kept alike, one on each device, with and without a cast of the gradient."""
+    """Copies of a weight that stay equal, one on each device, with and without a cast of the gradient."""
     weights, x = np.ones((8, 4), np.float32), rng.normal(size=(8, 4)).astype(np.float32)
     for alike in (region(same, lambda g: varying(summed(g))), region(*COPIES["as in torch"])):
         split = (P("model"),) * 2
@@ -330,7 +330,7 @@ def test_a_sum_may_be_the_gradient_of_each_devices_own_input():
 
 
 def around_a_ring(g):
-    """The same sum, by eight devices that hand on what they got."""
+    """A sum by eight devices in a ring, each of which passes on what it received."""
     total = handed_on = varying(g)
     for _ in range(7):
         handed_on = jax.lax.ppermute(handed_on, "model", [(i, (i + 1) % 8) for i in range(8)])
@@ -340,7 +340,7 @@ def around_a_ring(g):
 
 @row("E2b")
 def test_work_that_devices_share_is_summed_once():
-    """What all devices have the same is multiplied in parts, one on each; the parts are summed, by hand and by JAX."""
+    """A product of replicated arrays is split over devices; the parts are summed as by a hand-written rule and JAX."""
     x = np.tile(X, (1, 2))
     for backward in (lambda g: summed(spread(3 * part(g), g)), lambda g: spread(3 * part(g), g)):
         loss = sharded(lambda x: jnp.sum(jnp.sin(region(same, backward)(x))), specs=P())
@@ -376,11 +376,11 @@ def test_a_clipped_gradient_inside_shard_map():
     np.testing.assert_allclose(jax.jit(gradient)(x), 2 * x / np.sqrt((4 * x * x).sum()), rtol=1e-5)
 
 
-def loss_of_region(region, place=same):
+def loss_of_region(region, cast=same):
     """The loss of a region alone, whose input all devices have alike; its output may vary."""
 
     def loss(x):
-        total = jnp.sum(jnp.sin(region(place(x))))
+        total = jnp.sum(jnp.sin(region(cast(x))))
         return summed(total) if jax.typeof(total).manual_axis_type.varying else total
 
     return sharded(loss, specs=P())
@@ -413,7 +413,7 @@ WRONG = {
     "copy": lambda: (wrong_model(), (X, W1, W2), 8),
     "copy on 4 by 2 devices": lambda: (wrong_model(mesh="4 by 2"), (X, W1, W2), 2),
     "copy in scan": lambda: (wrong_model("scan"), (X[:1], W1, W2), 64),
-    "copy in checkpoint beside a jvp": lambda: (wrong_model("checkpoint", "both"), (X[:1], W1, W2), 8),
+    "copy in checkpoint with a jvp": lambda: (wrong_model("checkpoint", "both"), (X[:1], W1, W2), 8),
     "copy in vmap with a generated jvp": lambda: (wrong_model("vmap", "generated"), (X[:1], W1, W2), 8),
     "copy of what varies": lambda: (loss_of_region(region(*COPIES["as in torch"]), varying), (WIDE,), 8),
     "reduction": lambda: (
@@ -485,7 +485,7 @@ def test_gradcheck_passes_collectives_that_count_once(right):
 
 @row("E2b")
 @cells(
-    "wrong, place, mesh",
+    "wrong, transform, mesh",
     [
         ("copy", "grad of shard_map", "8"),
         ("copy", "shard_map of grad", "4 by 2"),
@@ -493,17 +493,18 @@ def test_gradcheck_passes_collectives_that_count_once(right):
         ("reduction", "eager shard_map of grad", "8"),
     ],
 )
-def test_a_call_does_not_refuse_what_counts_more_than_once(wrong, place, mesh):
+def test_a_call_accepts_what_counts_more_than_once(wrong, transform, mesh):
     size = SIZES[mesh]
     factors, (copy, reduction) = {
         "copy": ((size, 1, 1), (COPIES["as in torch"], REDUCTIONS["cast"])),
         "reduction": ((size, size, size), (COPIES["typed"], REDUCTIONS["sum in backward"])),
     }[wrong]
-    got = PLACES[place](mlp(region(*copy), region(*reduction)), mesh)(X, W1, W2)
+    got = TRANSFORMS[transform](mlp(region(*copy), region(*reduction)), mesh)(X, W1, W2)
     plain = jax.grad(loss_of(mlp(same, same)), (0, 1, 2))(X, W1, W2)
     agree(got, [factor * g for factor, g in zip(factors, plain, strict=True)])
-    if wrong == "copy":  # JAX refuses a reduction so written by hand
-        agree(got, PLACES[place](mlp(region_by_hand(*copy), region_by_hand(*reduction)), mesh)(X, W1, W2))
+    if wrong == "copy":  # JAX rejects a hand-written reduction like this
+        by_jax = mlp(hand_written_region(*copy), hand_written_region(*reduction))
+        agree(got, TRANSFORMS[transform](by_jax, mesh)(X, W1, W2))
 
 
 @row("E2b")
@@ -511,7 +512,8 @@ def test_a_call_does_not_refuse_what_counts_more_than_once(wrong, place, mesh):
 def test_a_call_gives_the_number_of_a_hand_written_custom_vjp(where):
     backward, _ = SUMS[where]
     got, expected = (
-        jax.jit(jax.grad(loss_of_region(f)))(WIDE) for f in (region(same, backward), region_by_hand(same, backward))
+        jax.jit(jax.grad(loss_of_region(f)))(WIDE)
+        for f in (region(same, backward), hand_written_region(same, backward))
     )
     np.testing.assert_allclose(got, expected, rtol=1e-5)
 
@@ -529,16 +531,16 @@ def loss_on_devices(sine):
 @pytest.mark.parametrize("wrap", [jax.jit, same], ids=["jit", "eager"])
 @pytest.mark.parametrize("cast", [varying, same], ids=["cast", "not cast"])
 def test_a_callback_in_shard_map_is_right_where_its_result_is_cast(cast, wrap):
-    """JAX says that the result is the same on all devices, and sums its gradient over them; gradcheck finds that."""
+    """JAX says that the result is equal on all devices, and sums its gradient over them; gradcheck finds that."""
     sine = jaxfn.autograd_function(
         lambda ctx, x: ctx.save_for_backward(x) or cast(on_host(x)),
         lambda ctx, g: g * jnp.cos(ctx.saved_tensors[0]),
     )
-    by_hand = jax.custom_vjp(lambda x: cast(on_host(x)))
-    by_hand.defvjp(lambda x: (by_hand(x), x), lambda x, g: (g * jnp.cos(x),))
+    hand_written = jax.custom_vjp(lambda x: cast(on_host(x)))
+    hand_written.defvjp(lambda x: (hand_written(x), x), lambda x, g: (g * jnp.cos(x),))
     args = np.float32(1.3), np.random.default_rng(0).normal(size=(8, 3)).astype(np.float32)
     got = wrap(jax.grad(loss_on_devices(sine), (0, 1)))(*args)
-    agree(got, jax.jit(jax.grad(loss_on_devices(by_hand), (0, 1)))(*args))
+    agree(got, jax.jit(jax.grad(loss_on_devices(hand_written), (0, 1)))(*args))
     report = gradchecked(loss_on_devices(sine), args, dtype=np.float32, surrogate=loss_on_devices(jnp.sin))
     if cast is varying:
         agree(got, jax.grad(lambda w, x: jnp.sum(jnp.sin(w * x)), (0, 1))(*args))
@@ -575,7 +577,7 @@ def test_the_example_of_a_host_routine_is_right_in_shard_map(kernel_example):
 @row("E2b", "E5")
 @pytest.mark.parametrize("shared", ["weight", "right sides"])
 def test_the_example_of_lapack_is_right_in_shard_map(shared, kernel_example):
-    """Each device has matrices of its own, and all have a weight or the right sides in common."""
+    """Each device has its own matrices, and all have a weight or the right sides in common."""
     lapack = kernel_example("lapack")
     axis = None if shared == "right sides" else 0
     lower, upper = (rng.normal(size=(8, 4)).astype(np.float32) for _ in range(2))

@@ -10,7 +10,7 @@ import pytest
 import jaxfn
 from tests.support.cases import with_rules
 from tests.support.contexts import CONTEXTS, SECOND_DERIVATIVES, checkpoint, gradient, jit, scan, vmap
-from tests.support.marks import COMING, cells, row
+from tests.support.marks import EXPERIMENTAL, cells, row
 
 X = jnp.array([0.3, -1.2, 0.7], jnp.float32)
 
@@ -29,8 +29,8 @@ def squares_its_gradient(save, **attributes):
 
         @staticmethod
         def backward(ctx, g):
-            (kept,) = ctx.saved_tensors
-            return g * g * (kept / 3 if save == "output" else kept)
+            (residual,) = ctx.saved_tensors
+            return g * g * (residual / 3 if save == "output" else residual)
 
     for name, value in attributes.items():
         setattr(Squares, name, value)
@@ -86,8 +86,8 @@ CHECKPOINTS = {
     ["input", "output"],
 )
 def test_checkpoint_does_not_change_the_derivatives_of_a_rule_that_is_not_linear(around, rules, save):
-    if COMING and save == "output" and around != "everything_saveable":
-        pytest.xfail("JAX_REMAT3 has no public rule for what a primitive keeps")
+    if EXPERIMENTAL and save == "output" and around != "everything_saveable":
+        pytest.xfail("JAX_REMAT3 has no public rule for what a primitive saves")
     f, x = squares_its_gradient(save, **RULES[rules]), 0.25 * X
     of_the_call, of_the_loss = CHECKPOINTS[around](f), CHECKPOINTS[around](lambda x: f(x) ** 2)
     for loss in (lambda x: of_the_call(x) ** 2, of_the_loss):
@@ -144,20 +144,20 @@ def product(save, rules):
         if save == "flags":
             ctx.read = any(ctx.needs_input_grad)
         if save == "attribute":
-            ctx.kept = {"deep": [x, w]}
+            ctx.residuals = {"deep": [x, w]}
         else:
             ctx.save_for_backward(*(i * x for i in range(18 if save == "many" else 0)), *saved(x, w, y))
         return y
 
     def backward(ctx, g):
-        kept = ctx.kept["deep"] if save == "attribute" else ctx.saved_tensors
-        of_x, of_w = slopes(*(kept[-2:] if save == "many" else kept))
+        residuals = ctx.residuals["deep"] if save == "attribute" else ctx.saved_tensors
+        of_x, of_w = slopes(*(residuals[-2:] if save == "many" else residuals))
         return 5 * g * of_x, 7 * g * of_w
 
     return with_rules(rules, forward, backward, lambda ctx, t, u: t + u)
 
 
-def product_by_hand(save):
+def hand_written_product(save):
     saved, slopes = SAVED.get(save, SAVED["inputs"])
     f = jax.custom_vjp(lambda x, w: jnp.sin(x * w))
 
@@ -165,8 +165,8 @@ def product_by_hand(save):
         y = f(x, w)  # which has the rule at the second order, too
         return y, saved(x, w, y)
 
-    def bwd(kept, g):
-        of_x, of_w = slopes(*kept)
+    def bwd(residuals, g):
+        of_x, of_w = slopes(*residuals)
         return 5 * g * of_x, 7 * g * of_w
 
     f.defvjp(fwd, bwd)
@@ -192,10 +192,10 @@ def product_by_hand(save):
     ],
 )
 def test_a_pullback_is_an_argument_of_grad(save, program, rules, argument):
-    """As one of a hand-written custom_vjp, whose leaves are all floating: a boolean one would need `allow_int`."""
+    """All leaves of the pullback are floating, as of a hand-written custom_vjp: a boolean would need `allow_int`."""
     g, w = jnp.cos(X), jnp.sin(X)
     results = []
-    for f in (product(save, rules), product_by_hand(save)):
+    for f in (product(save, rules), hand_written_product(save)):
         around = CONTEXTS[program](f)
         call, args = {
             "x": (lambda x, around=around: around(x, w), (X,)),
@@ -206,7 +206,7 @@ def test_a_pullback_is_an_argument_of_grad(save, program, rules, argument):
         by_pull = jax.grad(lambda pull: sum(jnp.sum(jnp.sin(v)) for v in pull(g)))
         for derivative in (by_pull, jax.jit(by_pull)):
             leaves = jax.tree.leaves(derivative(pull))
-            # Gradients by residuals that nobody uses are zero; the others may come in any order.
+            # Gradients by residuals that are not used are zero; the others may come in any order.
             results.append(np.sort(np.concatenate([np.ravel(v[v != 0]) for v in leaves])))
     for got in results[:-1]:
         np.testing.assert_allclose(got, results[-1], rtol=1e-5)
@@ -237,17 +237,17 @@ def clipped(**attributes):
 
 
 @jax.custom_vjp
-def clipped_by_hand(x, w):
+def hand_written_clipped(x, w):
     return x * w
 
 
-def _clipped_bwd(kept, g):
+def _clipped_bwd(residuals, g):
     g = 3 * jnp.clip(g, -0.5, 0.5)
-    return g * kept[1], g * kept[0]
+    return g * residuals[1], g * residuals[0]
 
 
 # It calls itself, so that the second derivative follows the rule, too.
-clipped_by_hand.defvjp(lambda x, w: (clipped_by_hand(x, w), (x, w)), _clipped_bwd)
+hand_written_clipped.defvjp(lambda x, w: (hand_written_clipped(x, w), (x, w)), _clipped_bwd)
 IN_AXES = {"both": (0, 0), "the first": (0, None), "the second": (None, 0), "other axes": (1, 0)}
 
 
@@ -267,7 +267,7 @@ IN_AXES = {"both": (0, 0), "the first": (0, None), "the second": (None, 0), "oth
     ["generate_jvp_rule", "jvp"],
 )
 def test_reverse_mode_of_a_mapped_call_does_without_forward_mode(in_axes, program, rules):
-    """A generated rule would be refused as not linear, and `jvp` is not run, not even to learn shapes."""
+    """A generated rule would raise as not linear, and `jvp` is not run, not even to learn shapes."""
     runs = []
 
     def jvp(ctx, *tangents):
@@ -286,8 +286,8 @@ def test_reverse_mode_of_a_mapped_call_does_without_forward_mode(in_axes, progra
         second = jax.grad(lambda x, w: sum(jnp.sum(jnp.cos(g)) for g in first(x, w)), argnums=(0, 1))
         return *first(x, w), *second(x, w)
 
-    for ours, by_hand in zip(both_orders(clipped(**attributes)), both_orders(clipped_by_hand), strict=True):
-        np.testing.assert_allclose(ours, by_hand, rtol=1e-4, atol=1e-5)
+    for ours, hand_written in zip(both_orders(clipped(**attributes)), both_orders(hand_written_clipped), strict=True):
+        np.testing.assert_allclose(ours, hand_written, rtol=1e-4, atol=1e-5)
     assert not runs
 
 
@@ -393,7 +393,7 @@ OUTSIDE = {
 def test_mixed_derivatives_of_a_pure_forward_that_reads_its_flags_and_returns_an_integer(
     integer, program, outside, first
 ):
-    """Before, it was refused under `vmap` of `scan` and `checkpoint`, as if it had computed something else."""
+    """Before, it raised under `vmap` of `scan` and `checkpoint`, as if it had computed other values."""
     first, second = (0, 1) if first == "x" else (1, 0)
 
     def mixed(f):

@@ -1,4 +1,4 @@
-"""Contract rows D4-D7 and B11: forward mode beside reverse mode on one Function, in every mix."""
+"""Contract rows D4-D7 and B11: forward mode and reverse mode of one Function, in every mix."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def first(tree: Any) -> Any:
 
 @pytest.fixture(scope="module")
 def expected() -> Callable[[Case], dict[str, Any]]:
-    """What every derivative of a case is, for all rows."""
+    """The expected value of every derivative of a case, for all rows."""
     found: dict[str, dict[str, Any]] = {}
 
     def of(case: Case) -> dict[str, Any]:

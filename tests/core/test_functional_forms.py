@@ -40,7 +40,7 @@ def separate_backward(ctx, grad_output):
 
 
 @row("B1")
-def test_decorated_function_keeps_its_identity():
+def test_decorated_function_preserves_its_identity():
     assert mul_constant.__name__ == "mul_constant"
     assert mul_constant.__doc__ == "Multiplies."
     assert str(inspect.signature(mul_constant)) == "(tensor, constant)"

@@ -1,4 +1,4 @@
-"""Arrays that `forward` hides on ctx in closures and objects: right at first order in one program, or refused."""
+"""Arrays that `forward` hides on ctx in closures and objects: right at first order in one program, or an error."""
 
 import collections
 import functools
@@ -11,7 +11,7 @@ import pytest
 import jaxfn
 from tests.support.cases import Holder
 from tests.support.contexts import GRADIENTS, GRADIENTS_OF_PROGRAMS, SECOND_DERIVATIVES, gradient
-from tests.support.marks import COMING, cells, row
+from tests.support.marks import EXPERIMENTAL, cells, row
 
 X = jnp.array([0.3, -1.2, 0.7], jnp.float32)
 
@@ -33,7 +33,7 @@ HIDING = {
     "deque": (lambda c: collections.deque([c]), lambda hidden, g: g * hidden[0]),
 }
 EVERY_KIND = pytest.mark.parametrize("kind", HIDING)
-REFUSED = r"forward\.forward keeps a JAX array inside a closure or an object on ctx"
+UNSUPPORTED = r"forward\.forward stores a JAX array inside a closure or an object on ctx"
 
 
 def hiding(kind):
@@ -68,9 +68,9 @@ def test_a_hidden_array_is_right_at_first_order(kind, program):
     HIDING,
     GRADIENTS_OF_PROGRAMS,
 )
-def test_a_hidden_array_of_another_program_is_refused(kind, program):
+def test_a_hidden_array_of_another_program_raises(kind, program):
     """JAX loses it on the way to backward."""
-    with pytest.raises(NotImplementedError, match=REFUSED):
+    with pytest.raises(NotImplementedError, match=UNSUPPORTED):
         GRADIENTS_OF_PROGRAMS[program](hiding(kind))(X)
 
 
@@ -97,23 +97,23 @@ def test_a_hidden_array_of_another_program_is_refused(kind, program):
 def test_a_hidden_array_has_no_second_derivative(kind, program):
     """It was zero in silence where forward ran in another program."""
     # JAX's own error comes first under JAX_REMAT3.
-    errors = (NotImplementedError, jax.errors.UnexpectedTracerError) if COMING else NotImplementedError
-    with pytest.raises(errors, match=None if COMING else REFUSED):
+    errors = (NotImplementedError, jax.errors.UnexpectedTracerError) if EXPERIMENTAL else NotImplementedError
+    with pytest.raises(errors, match=None if EXPERIMENTAL else UNSUPPORTED):
         SECOND_DERIVATIVES[program](hiding(kind))(X)
 
 
 @row("B6")
 @EVERY_KIND
 @pytest.mark.parametrize("wrap", [lambda f: f, jax.jit], ids=["eager", "jit"])
-def test_the_derivative_of_a_hidden_array_is_refused_and_not_the_call(wrap, kind):
+def test_the_derivative_of_a_hidden_array_raises_and_not_the_call(wrap, kind):
     f = hiding(kind)
     product = wrap(gradient(lambda x: jax.lax.stop_gradient(gradient(f)(x)) * x))
     np.testing.assert_allclose(product(X), jnp.cos(X), rtol=1e-6)
 
 
 @row("B6")
-def test_an_object_from_outside_may_hold_traced_arrays():
-    """As a module that is handed to the Function, with parameters of an outer trace."""
+def test_an_external_object_may_hold_traced_arrays():
+    """The object is like a module that is passed to the Function, with parameters of an outer trace."""
 
     def forward(ctx, x, module):
         ctx.module = module
@@ -130,7 +130,7 @@ def test_an_object_from_outside_may_hold_traced_arrays():
 
 
 @row("D3")
-def test_an_array_hidden_beside_a_ref_is_refused_where_it_could_be_differentiated_again():
+def test_an_array_hidden_next_to_a_ref_raises_where_it_could_be_differentiated_again():
     class WritesAndHides(jaxfn.Function):
         @staticmethod
         def forward(ctx, x, ref):
@@ -145,5 +145,5 @@ def test_an_array_hidden_beside_a_ref_is_refused_where_it_could_be_differentiate
 
     ref = jax.new_ref(jnp.zeros(()))
     np.testing.assert_allclose(jax.grad(WritesAndHides.apply)(0.5, ref), np.cos(0.5), rtol=1e-6)
-    with pytest.raises(NotImplementedError, match="WritesAndHides takes a jax.Ref and keeps a JAX array inside"):
+    with pytest.raises(NotImplementedError, match="WritesAndHides takes a jax.Ref and stores a JAX array inside"):
         jax.grad(jax.grad(WritesAndHides.apply))(0.5, ref)

@@ -24,27 +24,27 @@ WRAPS = pytest.mark.parametrize("wrap", [eager, jit], ids=["eager", "jit"])
 
 
 class Cube(jaxfn.Function):
-    """Saves an input and an intermediate for backward, an attribute beside them, and something else for jvp."""
+    """Saves an input and an intermediate for backward, an attribute as well, and something else for jvp."""
 
     @staticmethod
     def forward(ctx, x):
         ctx.save_for_backward(x, square=x * x)
         ctx.save_for_forward(x * x * 3)
-        ctx.kept = x + 1
+        ctx.stored = x + 1
         return x**3
 
     @staticmethod
     def backward(ctx, grad_output):
         x, square = ctx.saved_tensors
-        return grad_output * (x * x + 2 * square) + 0 * ctx.kept
+        return grad_output * (x * x + 2 * square) + 0 * ctx.stored
 
     @staticmethod
     def jvp(ctx, tangent):
-        return ctx.saved_tensors[0] * tangent + 0 * ctx.kept
+        return ctx.saved_tensors[0] * tangent + 0 * ctx.stored
 
 
 class SquareBoth(Square):
-    """With forward mode too."""
+    """Adds forward mode to `Square`."""
 
     generate_jvp_rule = True
 
@@ -164,7 +164,7 @@ def test_one_array_saved_twice_None_and_integers(wrap):
 
 @row("F1")
 @WRAPS
-def test_an_attribute_that_is_also_saved_is_kept_twice(wrap):
+def test_an_attribute_that_is_also_saved_is_stored_twice(wrap):
     """Once packed, for saved_tensors, and once as it is."""
 
     @jaxfn.function
@@ -238,10 +238,10 @@ def test_unpack_must_return_an_array(wrap):
 @row("F1")
 @WRAPS
 def test_an_error_in_a_hook_comes_through(wrap):
-    def refuse(x):
+    def fail(x):
         raise ZeroDivisionError("mine")
 
-    with jaxfn.saved_tensors_hooks(refuse, lambda x: x), pytest.raises(ZeroDivisionError, match="mine"):
+    with jaxfn.saved_tensors_hooks(fail, lambda x: x), pytest.raises(ZeroDivisionError, match="mine"):
         wrap(jax.grad(Square.apply))(1.0)
     assert jax.grad(Square.apply)(1.0) == 2
 
@@ -260,7 +260,7 @@ def test_an_error_in_a_hook_comes_through(wrap):
     ],
 )
 def test_packed_residuals_take_less_memory(function, context, hooks, size):
-    """Of bfloat16, and of int8 beside a scale."""
+    """Packs as bfloat16, and as int8 with a scale."""
     f = total(CONTEXTS[context](function.apply))
     assert residual_bytes(f, (X,)) == 4000
     with hooks():
@@ -276,7 +276,7 @@ def test_packed_residuals_take_less_memory(function, context, hooks, size):
 @row("F1")
 @BOTH
 def test_bytes_of_a_scan_under_jit(function):
-    """What scan keeps for every step, for JAX and in the compiled program's own accounting."""
+    """The residuals that scan saves for every step, counted by JAX and by the compiled executable."""
 
     def loss(x):
         return jax.lax.scan(lambda c, _: (function.apply(c) + 1, None), x, None, length=64)[0].sum()
@@ -285,12 +285,12 @@ def test_bytes_of_a_scan_under_jit(function):
         compiled = jax.jit(jax.grad(loss)).lower(X).compile()
         return residual_bytes(jax.jit(loss), (X,)), compiled.memory_analysis().temp_size_in_bytes
 
-    kept, temporary = measured()
+    stored, temporary = measured()
     with bfloat16():
-        assert measured()[0] == kept / 2 == 64 * 2000
+        assert measured()[0] == stored / 2 == 64 * 2000
     with jaxfn.saved_tensors_hooks(lambda x: (x * 100).astype(jnp.int8), lambda x: x.astype(jnp.float32) / 100):
-        kept_int8, temporary_int8 = measured()
-    assert kept_int8 == kept / 4 == 64 * 1000
+        stored_int8, temporary_int8 = measured()
+    assert stored_int8 == stored / 4 == 64 * 1000
     assert temporary - temporary_int8 > 0.9 * 64 * 3000
 
 
@@ -302,12 +302,12 @@ def test_right_to_rounding_for_every_kind_of_save(case):
     plain = jax.grad(loss_of(case.reference), argnums)(*args)
     with bfloat16():
         ours = jax.jit(jax.grad(loss_of(case.apply), argnums))(*args)
-        assert residual_bytes(case.apply, args) <= residual_bytes(case.by_hand, args) / 2 + 4
+        assert residual_bytes(case.apply, args) <= residual_bytes(case.hand_written, args) / 2 + 4
     for a, b in zip(ours, plain, strict=True):
         np.testing.assert_allclose(a, b, rtol=3e-2, atol=3e-2)
 
 
-# --- where hooks are in force
+# --- where hooks are active
 
 
 @row("F1")
@@ -347,7 +347,7 @@ def test_a_block_that_was_left_by_an_error():
 
 @row("F1")
 @BOTH
-def test_in_force_where_applied_and_not_where_differentiated(function):
+def test_active_where_applied_and_not_where_differentiated(function):
     with Log() as log:
         _, pullback = jax.vjp(function.apply, jnp.float32(3))
     assert len(log.packed) == 1 and log.unpacked == []
@@ -400,7 +400,7 @@ def test_each_thread_has_its_own_hooks():
 
 @row("F1")
 @BOTH
-def test_a_jitted_function_is_traced_anew_once_for_each_pair(function):
+def test_a_jitted_function_is_traced_once_for_each_pair(function):
     traces = []
 
     @jax.jit
@@ -474,7 +474,7 @@ def test_under_shard_map(function, check_vma):
 @BOTH
 @WRAPS
 def test_second_derivatives(wrap, function):
-    """To rounding through bfloat16; through integers there is none."""
+    """They are right to rounding through bfloat16; through integers there is none."""
 
     def loss(x):
         return jnp.sin(function.apply(x)).sum()
@@ -485,7 +485,7 @@ def test_second_derivatives(wrap, function):
     np.testing.assert_allclose(ours, jax.grad(total(jax.grad(lambda x: jnp.sin(x * x).sum())))(X), atol=0.1)
     with int8(), pytest.raises(NotImplementedError, match="Square.*second derivative goes through an array"):
         wrap(second)(X)
-    with int8():  # where nothing saved is differentiated there is nothing to refuse
+    with int8():  # where nothing saved is differentiated there is no reason to raise
         assert jax.grad(lambda c: jax.grad(function.apply)(3.0) * c)(1.0) == pytest.approx(6, abs=0.05)
 
 
@@ -501,8 +501,8 @@ def test_residuals_are_in_host_memory(wrap, function):
     f = wrap(function.apply)
     with jaxfn.save_on_host():
         _, pullback = jax.vjp(f, X)
-    kept = [x for x in jax.tree.leaves(pullback) if x.size == 1000]
-    assert [x.sharding.memory_kind for x in kept] == ["pinned_host"]
+    stored = [x for x in jax.tree.leaves(pullback) if x.size == 1000]
+    assert [x.sharding.memory_kind for x in stored] == ["pinned_host"]
     (gradient,) = pullback(jnp.ones(1000))
     assert gradient.sharding.memory_kind == jax.devices()[0].default_memory().kind
     np.testing.assert_array_equal(gradient, 2 * X)
@@ -587,12 +587,12 @@ def test_each_thread_may_disable_hooks_for_itself():
     assert entered == [1]
 
 
-# --- beside torch
+# --- compared with torch
 
 
 @row("F1", "F3")
-def test_beside_torch():
-    """Which hooks are called in what order, for what, in a number of situations; torch live."""
+def test_matches_torch():
+    """Compares which hooks are called in what order, for what, with torch run live."""
     torch = pytest.importorskip("torch")
 
     def define(base):

@@ -1,4 +1,4 @@
-"""Rows D2, D3, B8: which saved, returned or marked arrays are inputs or outputs, the same eagerly and staged.
+"""Rows D2, D3, B8: which saved, returned or marked arrays are inputs or outputs, equally when eager and when staged.
 
 Operations that change nothing return their very operand where JAX evaluates them eagerly, and another tracer where it
 stages them, or the other way round. The rules here are not the derivative of the code, so that a saved array that is
@@ -89,17 +89,17 @@ def cube(no_op, use, rules):
 
     def forward(ctx, x):
         y = x**3
-        kept = no_op(y) if use == "saved output" else y if use == "returned" else no_op(x)
+        stored = no_op(y) if use == "saved output" else y if use == "returned" else no_op(x)
         if use == "attribute":
-            ctx.kept = [kept]
+            ctx.stored = [stored]
         elif use == "named":
-            ctx.save_for_backward(kept=kept)
+            ctx.save_for_backward(stored=stored)
         else:
-            ctx.save_for_backward(kept)
+            ctx.save_for_backward(stored)
         return no_op(y) if use == "returned" else y
 
     def rule(ctx, g):
-        return g * (ctx.kept[0] if use == "attribute" else ctx.saved_tensors[0])
+        return g * (ctx.stored[0] if use == "attribute" else ctx.saved_tensors[0])
 
     f = jaxfn.autograd_function(forward, rule)
     if rules == "both":
@@ -116,9 +116,9 @@ def new_slope(no_op, context, is_staged):
 
 
 def expected(use, order, new=None):
-    """Of sin(f(x)): cos(y) k, and its derivative where the slope of y is k; k is x, or y with the slope y.
+    """The derivative of sin(f(x)), cos(y) k, and its own derivative if the slope of y is k; k is x, or y with slope y.
 
-    Where k is a new array, it has the slope of the code that made it.
+    If k is a new array, it has the slope of the code that computed it.
     """
     y = X**3
     k, slope = (y, y) if use in ("saved output", "returned") else (X, 1.0)
@@ -142,7 +142,7 @@ def forward(f, around, outside):
 
 
 NO_OPS = {**SAME_OBJECT, **NEW_OBJECT}
-MODES = {"reverse": ("backward", reverse), "reverse beside a jvp": ("both", reverse), "forward": ("both", forward)}
+MODES = {"reverse": ("backward", reverse), "reverse with a jvp": ("both", reverse), "forward": ("both", forward)}
 OUTSIDE = {"": lambda f: f, "jit of all": jax.jit}
 
 
@@ -163,24 +163,24 @@ def check(no_op, use, mode, context, outside):
         ("nothing", "saved output", "reverse", "vmap", "jit of all"),
         ("stop_gradient", "saved output", "reverse", "eager", ""),
         ("stop_gradient", "returned", "forward", "cond", "jit of all"),
-        ("checkpoint_name", "saved input", "reverse beside a jvp", "jit", ""),
+        ("checkpoint_name", "saved input", "reverse with a jvp", "jit", ""),
         ("device_put", "attribute", "forward", "scan", ""),
         ("checkpoint", "saved output", "reverse", "vmap", ""),
         ("checkpoint", "named", "reverse", "jit", "jit of all"),
         ("custom_jvp", "saved output", "forward", "eager", "jit of all"),
         ("custom_vjp", "returned", "reverse", "checkpoint", ""),
-        ("Function", "saved output", "reverse beside a jvp", "vmap", "jit of all"),
+        ("Function", "saved output", "reverse with a jvp", "vmap", "jit of all"),
         ("Function", "saved input", "reverse", "scan", ""),
         ("astype", "named", "forward", "checkpoint", "jit of all"),
         ("asarray", "saved output", "reverse", "cond", ""),
         ("reshape", "saved input", "forward", "vmap", ""),
         ("lax.reshape", "returned", "reverse", "scan", "jit of all"),
-        ("transpose", "attribute", "reverse beside a jvp", "eager", ""),
+        ("transpose", "attribute", "reverse with a jvp", "eager", ""),
         ("convert_element_type", "saved output", "reverse", "jit", ""),
         ("two of them", "named", "reverse", "cond", "jit of all"),
         ("ravel", "saved output", "reverse", "eager", ""),
         ("ravel", "saved output", "reverse", "eager", "jit of all"),
-        ("flatten", "saved input", "reverse beside a jvp", "vmap", ""),
+        ("flatten", "saved input", "reverse with a jvp", "vmap", ""),
         ("real", "attribute", "forward", "eager", ""),
         ("squeeze", "saved output", "forward", "scan", ""),
         ("positive", "named", "reverse", "checkpoint", ""),
@@ -188,7 +188,7 @@ def check(no_op, use, mode, context, outside):
     ],
 )  # fmt: skip
 def test_whether_the_result_of_an_operation_that_changes_nothing_is_the_array(no_op, use, mode, context, outside):
-    """Where it is another array, that is an intermediate, with the slope of its code."""
+    """A different array is an intermediate, with the slope of its code."""
     check(no_op, use, mode, context, outside)
 
 
@@ -226,7 +226,7 @@ def test_third_derivatives_are_those_of_eager_code(no_op, use, context):
     assert agree is not differs
 
 
-RETURNED, COPY, ORIGINAL = "what is returned", "what is made of it", "what it is made of"
+RETURNED, COPY, ORIGINAL = "what is returned", "what is computed from it", "what it is computed from"
 
 
 @row("B8")
@@ -279,7 +279,7 @@ def test_marking_an_output_by_an_operation_that_changes_nothing(no_op, marked, r
     first, second = jax.grad(loss), jax.grad(lambda x: jnp.sum(jax.grad(loss)(x)))
     y, z = X**2, X**3
     of_z = (-7 * jnp.sin(z) * X, -49 * jnp.cos(z) * X * X - 7 * jnp.sin(z)) if is_new else (0, 0)
-    with pytest.warns(UserWarning, match="mark_non_differentiable was given a value") if is_new else nullcontext():
+    with pytest.warns(UserWarning, match="mark_non_differentiable was passed a value") if is_new else nullcontext():
         np.testing.assert_allclose(outside(first)(X), 5 * jnp.cos(y) * X + of_z[0], rtol=1e-5)
     expected = -jnp.sin(y) * 25 * X * X + 5 * jnp.cos(y) + of_z[1]
     np.testing.assert_allclose(outside(second)(X), expected, rtol=1e-5, atol=1e-5)
@@ -328,7 +328,7 @@ def test_of_outputs_that_are_one_object_the_first_counts(context, outside):
 @pytest.mark.parametrize("outside", OUTSIDE)
 @pytest.mark.parametrize("same", [lambda x: x, stop_gradient], ids=["itself", "stop_gradient"])
 def test_one_array_at_two_vmaps_is_two_inputs(outside, same):
-    """Where every pair of an array's rows is mapped over, both have the same array underneath."""
+    """Both inputs have one array underneath, if every pair of an array's rows is mapped over."""
 
     def forward(ctx, a, b):
         ctx.save_for_backward(same(a), same(b))
@@ -347,7 +347,7 @@ def test_one_array_at_two_vmaps_is_two_inputs(outside, same):
 @row("D3")
 @IN_CONTEXTS
 def test_an_intermediate_that_is_saved_twice(context, outside):
-    """It has the derivative of the code of the first; the others keep theirs."""
+    """It has the derivative of the code of the first; the others have theirs."""
 
     def forward(ctx, x):
         z, w = x**2, x**3

@@ -126,8 +126,8 @@ SECOND_RUN = r"^Drawing[\s\S]*returned different values"
     SOURCES,
     PROGRAMS,
 )
-def test_a_second_run_that_draws_again_is_refused(program, source):
-    """For a second derivative forward runs again, and draws something else: that is noticed."""
+def test_a_second_run_that_draws_again_raises(program, source):
+    """A second derivative runs forward again, which draws other numbers: that is detected."""
     with pytest.raises(NotImplementedError, match=SECOND_RUN):
         PROGRAMS[program](drawing(source))(X)
 
@@ -167,7 +167,7 @@ def test_a_second_run_is_compared_entry_by_entry_and_in_inner_programs(program, 
         ("generator", "plain", "vmap", "vmap"),
     ],
 )
-def test_a_second_run_for_a_mixed_derivative_that_draws_again_is_refused(program, source, how, outside):
+def test_a_second_run_for_a_mixed_derivative_that_draws_again_raises(program, source, how, outside):
     """The flags of the mixed derivative are wider, so that forward runs again."""
     f = drawing(source, how, "saved by")
 
@@ -228,7 +228,7 @@ def test_value_and_gradient_are_of_one_run_if_it_reads_its_flags(program, source
 
 @row("A8")
 def test_what_forward_captures_has_its_part_in_the_third_derivative():
-    """Where forward does not run again, what it used besides its inputs is kept, and is differentiated too."""
+    """Captured values are saved, and differentiated too, if forward does not run again."""
 
     def outer(w):
         scale = w**2  # traced here, by jit and by the derivative

@@ -18,7 +18,7 @@ from jaxfn._jaxpr import (
     subjaxprs,
     unchanged_operand,
 )
-from tests.support.marks import COMING
+from tests.support.marks import EXPERIMENTAL
 
 X = jnp.arange(1.0, 4.0)
 
@@ -79,7 +79,7 @@ def on_devices(x):
 
 PROGRAMS = {
     "jit": (jax.jit(lambda x: (x.sum(), x + 1)), ["jit"]),
-    "checkpoint": (jax.checkpoint(jnp.sin), ["call" if COMING else "checkpoint"]),
+    "checkpoint": (jax.checkpoint(jnp.sin), ["call" if EXPERIMENTAL else "checkpoint"]),
     "custom_jvp": (with_jvp, ["call"]),
     "custom_vjp": (with_vjp, ["call"]),
     "custom_vmap": (with_vmap, ["call"]),
@@ -94,7 +94,7 @@ EACH = pytest.mark.parametrize("name", PROGRAMS)
 
 @EACH
 def test_variables_of_subjaxprs_are_bound_to_those_of_the_eqn(name):
-    """By their types; a part of an array has an axis less."""
+    """They are bound by their types; a part of an array has one axis less."""
     function, kinds = PROGRAMS[name]
     eqns = [eqn for eqn in make_jaxpr(function, X).jaxpr.eqns if subjaxprs(eqn)]
     assert [sub.kind for eqn in eqns for sub in subjaxprs(eqn) if sub.kind != "jit" or name == "jit"] == kinds
@@ -129,7 +129,7 @@ def test_evaluation_by_eqns_is_that_of_the_function(name):
 
 
 def dependence(function, *args):
-    """For each output the inputs that it depends on, and the operations between them."""
+    """Returns, for each output, the inputs that it depends on, and the operations between them."""
     jaxpr = make_jaxpr(function, *args).jaxpr
     found = []
     for output in jaxpr.outvars:
@@ -166,8 +166,8 @@ def test_a_read_depends_on_what_was_written_before():
     assert inputs == {0, 1} and "exp" in names
 
 
-@pytest.mark.skipif(COMING, reason="JAX's experimental custom_vjp is lowered before")
-def test_an_operand_for_the_rule_alone_is_no_dependence():
+@pytest.mark.skipif(EXPERIMENTAL, reason="JAX's experimental custom_vjp is lowered before")
+def test_an_operand_for_the_rule_alone_is_not_a_dependence():
     assert dependence(lambda x, y: with_vjp(x, jnp.sin(y)), 1.0, 2.0) == [({0}, {"custom_vjp_call"})]
 
 
@@ -184,7 +184,7 @@ def is_input_when_staged(function):
     return v is jaxpr.invars[0]
 
 
-# Beside those of `test_identity`.
+# In addition to those of `test_identity`.
 NO_OPS = {
     "device_put of a pair": lambda x: jax.device_put((x + 1, x), (jax.devices()[1], None))[1],
     "checkpoint of no-ops": jax.checkpoint(lambda x: with_jvp(jax.lax.stop_gradient(x))),
@@ -204,7 +204,7 @@ NEW = {
 
 
 @pytest.mark.parametrize("name", NO_OPS)
-def test_what_returns_the_same_array_returns_an_operand_unchanged(name):
+def test_a_no_op_returns_an_operand_unchanged(name):
     def function(x):
         return jax.tree.leaves(NO_OPS[name](x))[-1]
 

@@ -1,4 +1,4 @@
-"""Contract rows B11, D4-D6 in detail: what `jvp` is given, what it may return, and where forward mode comes from."""
+"""Contract rows B11, D4-D6 in detail: what `jvp` is passed, what it may return, and where forward mode comes from."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ from tests.support.cases import make_args, residual_bytes, with_attributes
 from tests.support.contexts import CONTEXTS, checkpoint, eager, jit
 from tests.support.derivatives import ALL, DERIVATIVES, FURTHER, check, taken
 from tests.support.derivatives import jit as compiled
-from tests.support.marks import COMING, cells, row, slow
+from tests.support.marks import EXPERIMENTAL, cells, row, slow
 
 X = jnp.array([0.3, -1.2])
 WRAPS = pytest.mark.parametrize("wrap", [eager, jit], ids=["eager", "jit"])
 
 
 def function(forward: Any, jvp: Any = None, backward: Any = None) -> Any:
-    made = jaxfn.function(forward)
+    built = jaxfn.function(forward)
     if jvp is not None:
-        made.jvp(jvp)
+        built.jvp(jvp)
     if backward is not None:
-        made.backward(backward)
-    return made
+        built.backward(backward)
+    return built
 
 
 def tangent_of(f: Any, *args: Any) -> Any:
@@ -106,7 +106,7 @@ def test_None_returned_is_a_zero_tangent(wrap):
 @row("B11")
 @WRAPS
 def test_what_jvp_reads(wrap):
-    """saved_tensors is what save_for_forward kept, once it was called; attributes are the same for both."""
+    """saved_tensors is what save_for_forward saved, once it was called; attributes are equal for both."""
     seen: dict[str, Any] = {}
 
     @jaxfn.function
@@ -116,12 +116,12 @@ def test_what_jvp_reads(wrap):
             ctx.save_for_forward(x * 7)
         if calls == 2:
             ctx.save_for_forward(None, x * 5)
-        ctx.kept = {"array": x * 2, "text": "a"}
+        ctx.stored = {"array": x * 2, "text": "a"}
         return x * 1
 
     def log(name, ctx):
-        kept = ctx.kept["text"], ctx.kept["array"]
-        seen[name] = [ctx.saved_tensors, dict(ctx.saved_variables), kept]
+        stored = ctx.stored["text"], ctx.stored["array"]
+        seen[name] = [ctx.saved_tensors, dict(ctx.saved_variables), stored]
 
     @f.jvp
     def _(ctx, tangent, _):
@@ -150,15 +150,15 @@ def test_save_for_forward_takes_arrays_only():
 
 @row("B4")
 @pytest.mark.parametrize("case", cases.CASES, ids=str)
-def test_a_jvp_beside_it_adds_nothing_to_what_is_saved(case):
-    """Nor does generate_jvp_rule, which has the same derivative in reverse mode."""
+def test_a_jvp_rule_adds_nothing_to_what_is_saved(case):
+    """Nor does generate_jvp_rule, whose derivative in reverse mode is equal."""
     args = make_args(case)
     for forward_mode in ({"jvp": staticmethod(lambda ctx, *tangents: None)}, {"generate_jvp_rule": True}):
-        assert residual_bytes(with_attributes(case, forward_mode), args) == residual_bytes(case.by_hand, args)
+        assert residual_bytes(with_attributes(case, forward_mode), args) == residual_bytes(case.hand_written, args)
 
 
 @row("B4")
-def test_only_what_backward_needs_and_jvp_needs_is_kept():
+def test_only_what_backward_needs_and_jvp_needs_is_saved():
     f = function(
         lambda ctx, x: ctx.save_for_backward(x > 0) or jnp.maximum(x, 0),
         lambda ctx, t: ctx.saved_tensors[0] * t,
@@ -175,7 +175,7 @@ def test_only_what_backward_needs_and_jvp_needs_is_kept():
 
 @row("C16", "D4")
 @cells("wrap", [jit], [eager, jit])
-def test_complex_tangents_are_the_same_in_torch_and_jax(wrap):
+def test_complex_tangents_are_equal_in_torch_and_jax(wrap):
     """While backward has torch's convention."""
     square = function(
         lambda ctx, z: ctx.save_for_backward(z) or z * z,
@@ -278,7 +278,7 @@ def test_jvp_on_a_subclass_and_added_later():
 
 
 def jvp_only() -> dict[str, tuple[Any, Any, Any]]:
-    """Functions with a jvp and no backward, the same in plain JAX, and arguments."""
+    """Functions with a jvp and no backward, their equivalents in plain JAX, and arguments."""
 
     def softmax_jvp(ctx, tangent):
         (y,) = ctx.saved_tensors
@@ -368,7 +368,7 @@ NONLINEAR = {
     "multiplied into a constant": lambda g: X.at[0].mul(g[0]),
     "constant imaginary part": lambda g: (jax.lax.complex(g, X) * (1 + 1j)).real,
     "filled": lambda g: jnp.take(g, jnp.array([0, 7]), mode="fill", fill_value=1.0),
-    "stacked beside a constant": lambda g: jnp.stack([g[0], jnp.float32(2.0)]),
+    "stacked with a constant": lambda g: jnp.stack([g[0], jnp.float32(2.0)]),
     "custom_jvp": lambda g: _plus_one(g),
     "another Function": lambda g: PlusOne.apply(g),
     "product with itself": lambda g: g * g,
@@ -417,8 +417,8 @@ def with_a_generated_jvp(rule: Any) -> Any:
     NONLINEAR,
     ["eager", "vmap"],
 )
-def test_a_nonlinear_rule_is_refused_in_the_other_mode(rule, context):
-    """In its own mode it is what it says."""
+def test_a_nonlinear_rule_raises_in_the_other_mode(rule, context):
+    """The rule holds in its own mode."""
     rule, around = NONLINEAR[rule], CONTEXTS[context]
     forward, reverse = around(with_a_jvp(rule)), around(with_a_generated_jvp(rule))
     np.testing.assert_allclose(jax.jvp(forward, (X,), (3 * X,))[1], rule(3 * X), rtol=1e-6)
@@ -499,9 +499,9 @@ LINEAR = {
 
 
 @row("D5")
-def test_what_is_linear_is_not_refused():
+def test_what_is_linear_does_not_raise():
     """Forward mode is then the transposed matrix of reverse mode: all rules in one program for each mode."""
-    left_out = {"inside checkpoint"} if COMING else set()  # JAX_REMAT3 cannot transpose jax.checkpoint by itself yet
+    left_out = {"inside checkpoint"} if EXPERIMENTAL else set()  # JAX_REMAT3 cannot transpose checkpoint
     functions = {name: with_a_generated_jvp(rule) for name, rule in LINEAR.items() if name not in left_out}
 
     def jacobians(of):
@@ -521,7 +521,7 @@ def test_what_is_linear_is_not_refused():
 
 @row("D5")
 @pytest.mark.parametrize("rule", ["masked", "recurrent", "inside scan"])
-def test_what_is_linear_is_not_refused_eagerly(rule):
+def test_what_is_linear_does_not_raise_eagerly(rule):
     f = with_a_generated_jvp(LINEAR[rule])
     np.testing.assert_allclose(jax.jacfwd(f)(X), jax.jacrev(f)(X), rtol=1e-2)
 

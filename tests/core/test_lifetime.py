@@ -48,11 +48,11 @@ def test_ctx_and_residuals_are_freed():
     def run():
         @jaxfn.function
         def f(ctx, x):
-            kept = x * 2
-            ctx.save_for_backward(kept)
+            saved = x * 2
+            ctx.save_for_backward(saved)
             ctx.token = Token()
-            watched.extend([weakref.ref(ctx), weakref.ref(ctx.token), weakref.ref(kept)])
-            return jnp.sin(kept)
+            watched.extend([weakref.ref(ctx), weakref.ref(ctx.token), weakref.ref(saved)])
+            return jnp.sin(saved)
 
         @f.backward
         def _(ctx, g):
@@ -71,7 +71,7 @@ def test_ctx_and_residuals_are_freed():
 
 
 @row("B13")
-def test_static_arguments_are_not_kept_forever():
+def test_static_arguments_are_not_cached_forever():
     tokens = []
 
     def forward(ctx, x, token):
@@ -118,7 +118,7 @@ def test_mutable_statics_are_never_stale():
 
 @row("A3")
 @pytest.mark.parametrize(("first", "second"), [(1, True), (1, 1.0), (0.0, -0.0), (2, 2 + 0j)], ids=str)
-def test_statics_that_compare_equal_are_told_apart(first, second):
+def test_statics_that_compare_equal_are_distinguished(first, second):
     f = jaxfn.autograd_function(
         lambda ctx, x, c: setattr(ctx, "seen", repr(c)) or (x * 1.0, repr(c)),
         lambda ctx, g, _: (g * len(ctx.seen), None),

@@ -319,7 +319,7 @@ DERIVATIVES_OF_SOLVE: dict[str, Callable[..., Any]] = {
     ],
 )
 def test_a_backward_that_applies_a_linear_function(solve, derivative, program):
-    """Before, the batch was not seen to be linear: a Function in a backward, or mapped beside an unmapped argument."""
+    """Before, these batches did not count as linear: a Function in a backward, or with an unmapped argument."""
     f, plain = SOLVES[solve]
     f = CONTEXTS[program](f)
     close(jit(lambda: DERIVATIVES_OF_SOLVE[derivative](f))(), DERIVATIVES_OF_SOLVE[derivative](plain))

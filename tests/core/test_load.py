@@ -22,11 +22,11 @@ import pytest
 
 import jaxfn
 from tests.support.cases import CASES
-from tests.support.marks import COMING, cells, row, slow
+from tests.support.marks import EXPERIMENTAL, cells, row, slow
 from tests.support.transformations import TRANSFORMATIONS
 
 ROOT = Path(__file__).parents[2]
-MAY_KEEP_TRACES = pytest.mark.skipif(COMING, reason="JAX_CUSTOM_VJP3 keeps traces until its caches are full")
+MAY_CACHE_TRACES = pytest.mark.skipif(EXPERIMENTAL, reason="JAX_CUSTOM_VJP3 caches traces until its caches are full")
 
 
 def sine(scale: float) -> type[jaxfn.Function]:
@@ -74,9 +74,9 @@ class Scale(jaxfn.Function):
 
 @row("J1")
 @slow
-@pytest.mark.parametrize("derivative, calls", [(False, 10_000), pytest.param(True, 300, marks=MAY_KEEP_TRACES)])
+@pytest.mark.parametrize("derivative, calls", [(False, 10_000), pytest.param(True, 300, marks=MAY_CACHE_TRACES)])
 def test_eager_calls_leave_nothing_behind(derivative, calls):
-    """With another Python number each time, which is what calls are prepared for and kept by."""
+    """Calls with another Python number each time, which is part of the cache key of calls."""
     x = jnp.ones(4)
 
     def run(first, count):
@@ -86,13 +86,13 @@ def test_eager_calls_leave_nothing_behind(derivative, calls):
         assert float(last[0]) == first + count - 1
         return len(gc.get_objects())
 
-    before = run(0, 400)  # more than the 256 that are kept
+    before = run(0, 400)  # more than the 256 that are cached
     assert run(1000, calls) < before + 500
 
 
 @row("J1")
 @slow
-def test_residuals_of_a_gigabyte_take_the_memory_that_they_take_by_hand():
+def test_residuals_of_a_gigabyte_take_as_much_memory_as_hand_written_ones():
     program = """
         import resource, sys
         import jax, jax.numpy as jnp, jaxfn
@@ -109,23 +109,23 @@ def test_residuals_of_a_gigabyte_take_the_memory_that_they_take_by_hand():
                 x, y = ctx.saved_tensors
                 return g * jnp.cos(x) + 0 * y
 
-        by_hand = jax.custom_vjp(jnp.sin)
-        by_hand.defvjp(
-            lambda x: (y := jnp.sin(x), (x, y)), lambda kept, g: (g * jnp.cos(kept[0]) + 0 * kept[1],)
+        hand_written = jax.custom_vjp(jnp.sin)
+        hand_written.defvjp(
+            lambda x: (y := jnp.sin(x), (x, y)), lambda saved, g: (g * jnp.cos(saved[0]) + 0 * saved[1],)
         )
-        f = {"ours": Sine.apply, "by hand": by_hand}[sys.argv[1]]
-        x = jnp.ones(2**26)  # 256 MB; four of them are kept
+        f = {"ours": Sine.apply, "hand-written": hand_written}[sys.argv[1]]
+        x = jnp.ones(2**26)  # 256 MB; four of them are live
         y, pull = jax.vjp(lambda x: f(f(f(x) * 1.5)), x)
         (gradient,) = pull(y)
         print(float(gradient[3]), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)
     """
-    ours, by_hand = (run_python("-c", program, kind).split() for kind in ("ours", "by hand"))
-    assert float(ours[0]) == float(by_hand[0])
-    assert 2**20 < int(ours[1]) < 1.1 * int(by_hand[1])
+    ours, hand_written = (run_python("-c", program, kind).split() for kind in ("ours", "hand-written"))
+    assert float(ours[0]) == float(hand_written[0])
+    assert 2**20 < int(ours[1]) < 1.1 * int(hand_written[1])
 
 
 def run_python(*args: str, **environment: str) -> str:
-    """What a Python process of its own prints."""
+    """Returns what a new Python process prints."""
     args = tuple(textwrap.dedent(arg) if "\n" in arg else arg for arg in args)
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu", **environment}
     done = subprocess.run([sys.executable, *args], capture_output=True, text=True, env=environment, timeout=250)
@@ -135,7 +135,7 @@ def run_python(*args: str, **environment: str) -> str:
 
 @row("J1", "B13")
 def test_32_threads_at_a_time():
-    """Of one Function and of one of its own for each thread, eagerly, differentiated and compiled."""
+    """Threads call one shared Function and one Function for each thread, eagerly, differentiated and compiled."""
     together, wrong = threading.Barrier(32), []
 
     def work(i):
@@ -278,7 +278,7 @@ def test_processes(method, tmp_path):
 
 @row("A4")
 def test_a_module_that_is_loaded_again(tmp_path, monkeypatch):
-    """What was made before goes on with its own rule, and a compiled function with what it was compiled of."""
+    """Objects created before still have their own rule, and a compiled function what it was compiled from."""
     path = tmp_path / "reloaded_functions.py"
     source = (
         "import jaxfn\n@jaxfn.function\ndef scale(ctx, x):\n    return x * 2\nscale.backward(lambda ctx, g: g * 2)\n"
@@ -391,7 +391,7 @@ def test_debug_nans_finds_the_nan_of_a_backward():
 
 @row("J2")
 def test_clear_caches_between_uses():
-    """Of what jaxfn and JAX keep nothing is needed, and a derivative of an earlier trace is the same."""
+    """Nothing that jaxfn and JAX cache is needed, and a derivative of an earlier trace does not change."""
     f = jax.jit(lambda x: Scale.apply(jnp.sin(x), 3.0).sum())
     x = jnp.arange(3.0)
     y, pull = jax.vjp(f, x)

@@ -1,4 +1,4 @@
-"""Functions of `cases` through every transformation, against plain JAX of the same derivatives."""
+"""Functions of `cases` through every transformation, against plain JAX with equal derivatives."""
 
 import jax
 import numpy as np

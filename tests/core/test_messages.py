@@ -1,4 +1,4 @@
-"""What the mistakes of the first day say: the Function, the mistake and the cure, under the transformations too."""
+"""Messages of common mistakes: they name the Function, the mistake and the fix, under the transformations too."""
 
 import dataclasses
 import functools
@@ -18,7 +18,7 @@ from tests.support.marks import cells, row
 X = jnp.arange(3.0) + 1
 
 
-def made(*, forward=lambda ctx, x: x * 2, backward=lambda ctx, grad_output: grad_output, **methods):
+def build(*, forward=lambda ctx, x: x * 2, backward=lambda ctx, grad_output: grad_output, **methods):
     """A Function called Thing."""
     methods = {name: staticmethod(method) for name, method in methods.items()}
     body = {"forward": staticmethod(forward), "backward": staticmethod(backward), **methods}
@@ -44,6 +44,21 @@ def unpack_too_early(ctx, x):
     return x * y
 
 
+def save_one(ctx, x):
+    ctx.save_for_backward(x)
+    return x * 2
+
+
+def forget_comma(ctx, grad_output):
+    scale = ctx.saved_tensors
+    return grad_output * scale
+
+
+def forget_comma_and_reshape(ctx, grad_output):
+    scale = ctx.saved_tensors
+    return grad_output.reshape(scale.shape)
+
+
 def save_two(ctx, x):
     ctx.save_for_backward(x, x)
     return x * 2
@@ -51,156 +66,201 @@ def save_two(ctx, x):
 
 MISTAKES = {
     "ctx forgotten in forward": (
-        lambda: made(forward=lambda x: x * 2),
+        lambda: build(forward=lambda x: x * 2),
         TypeError,
         "The first parameter of Thing.forward, 'x', is taken for the ctx: write forward(ctx, x, ...)",
     ),
     "ctx forgotten in a forward with defaults": (
-        lambda: made(forward=lambda x, factor=2: x * factor),
+        lambda: build(forward=lambda x, factor=2: x * factor),
         TypeError,
         "In Thing.forward: the ctx is used as if it were an input. It is the first parameter: write forward(ctx, x",
     ),
     "ctx forgotten in backward": (
-        lambda: made(backward=lambda grad_output: grad_output),
+        lambda: build(backward=lambda grad_output: grad_output),
         TypeError,
         "Thing.backward(grad_output) cannot take what it is called with, ctx and the gradients of 1 output. Its first "
         "parameter, 'grad_output', is taken for the ctx: write backward(ctx, *grad_outputs)",
     ),
     "a gradient too many": (
-        lambda: made(backward=lambda ctx, first, second: first),
+        lambda: build(backward=lambda ctx, first, second: first),
         TypeError,
         "Thing.backward(ctx, first, second) cannot take what it is called with, ctx and the gradients of 1 output.",
     ),
     "ctx forgotten in setup_context": (
-        lambda: made(forward=lambda x: x * 2, setup_context=lambda inputs, output: None),
+        lambda: build(forward=lambda x: x * 2, setup_context=lambda inputs, output: None),
         TypeError,
         "Thing.setup_context(inputs, output) cannot take what it is called with, ctx, the inputs and the output. Its "
         "first parameter, 'inputs', is taken for the ctx: write setup_context(ctx, inputs, output)",
     ),
     "self in forward": (
-        lambda: made(forward=lambda self, ctx, x: x * 2),
+        lambda: build(forward=lambda self, ctx, x: x * 2),
         TypeError,
         "A Function has no instances: make forward a static method, forward(ctx, ...), without self",
     ),
     "self in a forward without ctx": (
-        lambda: made(forward=lambda self, x: x * 2, setup_context=lambda ctx, inputs, output: None),
+        lambda: build(forward=lambda self, x: x * 2, setup_context=lambda ctx, inputs, output: None),
         TypeError,
         "A Function has no instances: make forward a static method, forward(...), without self",
     ),
     "self in backward": (
-        lambda: made(backward=lambda self, ctx, grad_output: grad_output),
+        lambda: build(backward=lambda self, ctx, grad_output: grad_output),
         TypeError,
         "A Function has no instances: make it a static method, backward(ctx, *grad_outputs), without self",
     ),
     "in place": (
-        lambda: made(forward=lambda ctx, x: x.add_(1)),
+        lambda: build(forward=lambda ctx, x: x.add_(1)),
         AttributeError,
         "In Thing.forward: arrays are immutable, so there is no add_. Compute a new array",
     ),
     "in place in backward": (
-        lambda: made(backward=backward_of(lambda g: g.mul_(2))),
+        lambda: build(backward=backward_of(lambda g: g.mul_(2))),
         AttributeError,
         "In Thing.backward: arrays are immutable, so there is no mul_. Compute a new array",
     ),
     "requires_grad_": (
-        lambda: made(forward=lambda ctx, x: x.requires_grad_()),
+        lambda: build(forward=lambda ctx, x: x.requires_grad_()),
         AttributeError,
         "In Thing.forward: JAX's arrays have no requires_grad_; jax.grad differentiates by a function's arguments",
     ),
     "y.backward": (
-        lambda: made(backward=backward_of(lambda g: (g * 2).backward())),
+        lambda: build(backward=backward_of(lambda g: (g * 2).backward())),
         AttributeError,
         "In Thing.backward: JAX's arrays have no backward; derivatives are taken around a function",
     ),
     "a method of torch's": (
-        lambda: made(forward=lambda ctx, x: x.detach()),
+        lambda: build(forward=lambda ctx, x: x.detach()),
         AttributeError,
         "In Thing.forward: JAX's arrays have no detach; write jax.lax.stop_gradient(x)",
     ),
     "a function of torch's": (
-        lambda: made(forward=lambda ctx, x: x.sigmoid()),
+        lambda: build(forward=lambda ctx, x: x.sigmoid()),
         AttributeError,
         "In Thing.forward: JAX's arrays have no sigmoid; write jax.nn.sigmoid(x)",
     ),
-    "view": (lambda: made(forward=lambda ctx, x: x.view(-1)), TypeError, "write x.reshape(shape)"),
+    "view": (lambda: build(forward=lambda ctx, x: x.view(-1)), TypeError, "write x.reshape(shape)"),
     "view of two sizes": (
-        lambda: made(forward=lambda ctx, x: x.view(3, 1)),
+        lambda: build(forward=lambda ctx, x: x.view(3, 1)),
         NotImplementedError,
         "In Thing.forward: view(dtype) is about the bits of an array in JAX; write x.reshape(shape)",
     ),
     "split, of sizes in torch": (
-        lambda: made(forward=lambda ctx, x: x.split(2)),
+        lambda: build(forward=lambda ctx, x: x.split(2)),
         AttributeError,
-        "In Thing.forward: JAX's arrays have no split; write jnp.split(x, places, axis), which takes places",
+        "In Thing.forward: JAX's arrays have no split; write jnp.split(x, indices, axis), which takes the indices",
     ),
-    "dim": (lambda: made(forward=lambda ctx, x: x.sum(dim=0)), TypeError, "In Thing.forward: JAX calls dim axis"),
+    "dim": (lambda: build(forward=lambda ctx, x: x.sum(dim=0)), TypeError, "In Thing.forward: JAX calls dim axis"),
     "a flag too far": (
-        lambda: made(backward=lambda ctx, g: g if ctx.needs_input_grad[3] else None),
+        lambda: build(backward=lambda ctx, g: g if ctx.needs_input_grad[3] else None),
         IndexError,
-        "ctx.needs_input_grad[3] is asked for, of 1 inputs (x)\nIn Thing.backward: it has one flag for each parameter",
+        "ctx.needs_input_grad[3] is out of range for 1 inputs (x)\nIn Thing.backward: it has one flag for each",
     ),
     "saved_tensors before a save": (
-        lambda: made(forward=unpack_too_early),
+        lambda: build(forward=unpack_too_early),
         ValueError,
         "In Thing.forward: nothing is saved yet. ctx.saved_tensors is for backward",
     ),
     "nothing saved": (
-        lambda: made(backward=unpack_saved),
+        lambda: build(backward=unpack_saved),
         ValueError,
         "In Thing.backward: forward saved nothing. Call ctx.save_for_backward(...) there",
     ),
     "more saved": (
-        lambda: made(forward=save_two, backward=unpack_saved),
+        lambda: build(forward=save_two, backward=unpack_saved),
         ValueError,
         "In Thing.backward: ctx.saved_tensors holds 2, as many as forward saved",
     ),
     "an attribute that forward did not set": (
-        lambda: made(backward=lambda ctx, grad_output: grad_output * ctx.scale),
+        lambda: build(backward=lambda ctx, grad_output: grad_output * ctx.scale),
         AttributeError,
         "ctx has no attribute 'scale': it was not set here or in forward (set: none)\nIn Thing.backward: assign what",
     ),
     "a name that nothing was saved by": (
-        lambda: made(backward=lambda ctx, grad_output: ctx.saved_variables.weight),
+        lambda: build(backward=lambda ctx, grad_output: ctx.saved_variables.weight),
         AttributeError,
         "nothing was saved as 'weight'; saved: nothing\nIn Thing.backward: what backward reads by a name is saved in",
     ),
     "a name where values were saved by position": (
-        lambda: made(forward=save_two, backward=lambda ctx, grad_output: ctx.saved_variables["weight"]),
+        lambda: build(forward=save_two, backward=lambda ctx, grad_output: ctx.saved_variables["weight"]),
         KeyError,
         "nothing was saved as 'weight'; saved: nothing, and by position 2: ctx.saved_tensors",
     ),
     "the first of no saved tensors": (
-        lambda: made(backward=lambda ctx, grad_output: ctx.saved_tensors[0]),
+        lambda: build(backward=lambda ctx, grad_output: ctx.saved_tensors[0]),
         IndexError,
         "In Thing.backward: forward saved nothing. Call ctx.save_for_backward(...) there",
     ),
     "arithmetic with all saved tensors": (
-        lambda: made(forward=save_two, backward=lambda ctx, grad_output: 2.0 * ctx.saved_tensors),
+        lambda: build(forward=save_two, backward=lambda ctx, grad_output: 2.0 * ctx.saved_tensors),
         TypeError,
-        "In Thing.backward: ctx.saved_tensors is a tuple: write (x,) = ctx.saved_tensors, or ctx.saved_tensors[0]",
+        "In Thing.backward: ctx.saved_tensors is a tuple: write (x, ...) = ctx.saved_tensors, or ctx.saved_tensors[0]",
     ),
     "a function of all saved tensors": (
-        lambda: made(forward=save_two, backward=lambda ctx, grad_output: jnp.sin(ctx.saved_tensors)),
+        lambda: build(forward=save_two, backward=lambda ctx, grad_output: jnp.sin(ctx.saved_tensors)),
         TypeError,
-        "In Thing.backward: ctx.saved_tensors is a tuple: write (x,) = ctx.saved_tensors, or ctx.saved_tensors[0]",
+        "In Thing.backward: ctx.saved_tensors is a tuple: write (x, ...) = ctx.saved_tensors, or ctx.saved_tensors[0]",
+    ),
+    "a forgotten comma": (
+        lambda: build(forward=save_one, backward=forget_comma),
+        TypeError,
+        "In Thing.backward: ctx.saved_tensors is a tuple: write (scale,) = ctx.saved_tensors, or ctx.saved_tensors[0]",
+    ),
+    "a forgotten comma, and an attribute": (
+        lambda: build(forward=save_one, backward=forget_comma_and_reshape),
+        AttributeError,
+        "In Thing.backward: ctx.saved_tensors is a tuple: write (scale,) = ctx.saved_tensors, or ctx.saved_tensors[0]",
+    ),
+    "size as a method": (
+        lambda: build(forward=lambda ctx, x: x.reshape(x.size())),
+        TypeError,
+        "In Thing.forward: x.size is the number of elements in JAX; write x.shape, or x.shape[0]",
+    ),
+    "transpose of two axes": (
+        lambda: build(forward=lambda ctx, x: x.reshape(3, 1, 1).transpose(0, 1)),
+        TypeError,
+        "In Thing.forward: transpose takes all axes in JAX; write jnp.swapaxes(x, first, second)",
+    ),
+    "flatten from an axis": (
+        lambda: build(forward=lambda ctx, x: x.flatten(1)),
+        ValueError,
+        "In Thing.forward: flatten takes no axis in JAX; write x.reshape(*x.shape[:axis], -1)",
+    ),
+    "view_as": (
+        lambda: build(forward=lambda ctx, x: x.view_as(x)),
+        AttributeError,
+        "In Thing.forward: JAX's arrays have no view_as; write x.reshape(y.shape)",
+    ),
+    "norm": (
+        lambda: build(backward=backward_of(lambda g: g / g.norm())),
+        AttributeError,
+        "In Thing.backward: JAX's arrays have no norm; write jnp.linalg.norm(x)",
+    ),
+    "clamp": (
+        lambda: build(forward=lambda ctx, x: x.clamp(min=0)),
+        AttributeError,
+        "In Thing.forward: JAX's arrays have no clamp; write jnp.clip(x, low, high)",
+    ),
+    "unbiased": (
+        lambda: build(forward=lambda ctx, x: x / x.std(unbiased=False)),
+        TypeError,
+        "In Thing.forward: JAX calls unbiased correction (1 for True, 0 for False)",
     ),
     "a flag of no parameter": (
-        lambda: made(backward=lambda ctx, grad_output: ctx.needs_input_grad.weight),
+        lambda: build(backward=lambda ctx, grad_output: ctx.needs_input_grad.weight),
         AttributeError,
         "ctx.needs_input_grad.weight: 'weight' is not among the parameters: x\nIn Thing.backward: it has one flag",
     ),
     "a string saved": (
-        lambda: made(forward=lambda ctx, x: ctx.save_for_backward("x")),
+        lambda: build(forward=lambda ctx, x: ctx.save_for_backward("x")),
         TypeError,
         "\nIn Thing.forward.",
     ),
     "a compiled forward": (
-        lambda: made(forward=jax.jit(lambda ctx, x: x * 2)),
+        lambda: build(forward=jax.jit(lambda ctx, x: x * 2)),
         TypeError,
         "In Thing.forward: jax.jit cannot take the ctx. Compile what calls the Function",
     ),
     "a compiled backward": (
-        lambda: made(backward=jax.jit(lambda ctx, grad_output: grad_output)),
+        lambda: build(backward=jax.jit(lambda ctx, grad_output: grad_output)),
         TypeError,
         "In Thing.backward: jax.jit cannot take the ctx. Compile what calls the Function",
     ),
@@ -246,16 +306,16 @@ def test_asking_for_a_value_that_is_traced(method, ask):
     def asking(ctx, x):
         return x * ask(x.sum())
 
-    thing = made(**{method: asking})
+    thing = build(**{method: asking})
     with pytest.raises(jax.errors.ConcretizationTypeError) as caught:
         jax.jit(jax.grad(lambda x: thing.apply(x).sum()))(X)
-    assert f"In Thing.{method}: the value of an array is asked for" in str(caught.value)
+    assert f"In Thing.{method}: the value of an array is read" in str(caught.value)
     assert "jnp.where" in str(caught.value)
 
 
 @row("L1")
 def test_a_Function_inside_another_one_is_the_one_that_is_named():
-    inner = made(forward=lambda ctx, x: x.add_(1))
+    inner = build(forward=lambda ctx, x: x.add_(1))
     outer = type("Outer", (jaxfn.Function,), {"forward": staticmethod(lambda ctx, x: inner.apply(x))})
     with pytest.raises(AttributeError) as caught:
         outer.apply(X)
@@ -277,8 +337,8 @@ def saves_what_a_kernel_makes(ctx, x):
 @pytest.mark.parametrize(
     ("method", "make"),
     [
-        ("backward", lambda: made(forward=save_two, backward=lambda ctx, g: doubled_by_a_kernel(g))),
-        ("forward", lambda: made(forward=saves_what_a_kernel_makes, backward=lambda ctx, g: g * ctx.saved_tensors[0])),
+        ("backward", lambda: build(forward=save_two, backward=lambda ctx, g: doubled_by_a_kernel(g))),
+        ("forward", lambda: build(forward=saves_what_a_kernel_makes, backward=lambda ctx, g: g * ctx.saved_tensors[0])),
     ],
 )
 @row("L1")
@@ -308,7 +368,7 @@ def test_other_errors_of_user_code_are_left_alone(error):
 
     before = str(error)
     with pytest.raises(type(error)) as caught:
-        made(forward=raising).apply(X)
+        build(forward=raising).apply(X)
     assert caught.value is error and str(error) == before
 
 
@@ -318,11 +378,11 @@ class RayTracer:
 
 
 def with_one_more(rule):
-    """A decorator that passes an argument of its own."""
+    """A decorator that passes an additional argument."""
 
     @functools.wraps(rule)
-    def called(ctx, *given):
-        return rule(ctx, 1, *given)
+    def called(ctx, *args):
+        return rule(ctx, 1, *args)
 
     return called
 
@@ -341,22 +401,22 @@ UNLIKE = {  # what resembles a mistake of the first day: the method, and what it
 
 @row("L1")
 @pytest.mark.parametrize("case", UNLIKE)
-def test_no_cure_is_said_where_it_is_wrong(case):
+def test_no_fix_is_suggested_where_it_is_wrong(case):
     method, raising = UNLIKE[case]
     with pytest.raises((TypeError, ValueError, AttributeError)) as ours:
-        jax.grad(lambda x: made(**{method: raising}).apply(x).sum())(X)
+        jax.grad(lambda x: build(**{method: raising}).apply(x).sum())(X)
     assert "Thing" not in str(ours.value)
     assert Path(traceback.extract_tb(ours.value.__traceback__)[0].filename) == Path(__file__)
 
 
 @row("L1")
 def test_a_neighbour_of_jaxfn_is_user_code():
-    """A folder beside jaxfn's whose name begins as jaxfn's does."""
+    """A folder next to jaxfn's whose name begins with jaxfn's."""
     neighbour = f"{Path(jaxfn.__file__).parent}_layers/mine.py"
     namespace = {}
     exec(compile("def raising(ctx, x):\n    raise KeyError('mine')", neighbour, "exec"), namespace)
     with pytest.raises(KeyError) as caught:
-        made(forward=namespace["raising"]).apply(X)
+        build(forward=namespace["raising"]).apply(X)
     assert traceback.extract_tb(caught.value.__traceback__)[-1].filename == neighbour
 
 
@@ -376,14 +436,14 @@ def test_torchs_old_style():
 
 
 @row("L1")
-def test_forward_mode_of_something_else_inside_of_forward():
+def test_forward_mode_of_something_else_inside_forward():
     def push(ctx, x):
         identity = jax.custom_vjp(lambda x: x)
         identity.defvjp(lambda x: (x, None), lambda _, ct: (ct,))
         return jax.jvp(identity, (x,), (x,))[1]
 
     with pytest.raises(TypeError, match="forward-mode") as caught:
-        jax.grad(lambda x: made(forward=push).apply(x).sum())(X)
+        jax.grad(lambda x: build(forward=push).apply(x).sum())(X)
     assert "Thing" not in str(caught.value)
 
 
@@ -410,7 +470,7 @@ HIDING = {
 @row("A9", "L1")
 @cells("kind, context", [("function", "eager"), ("partial", "jit"), ("method", "checkpoint"), ("Layer", "jit")])
 def test_a_weight_that_an_argument_closes_over(kind, context):
-    thing = made(forward=lambda ctx, x, layer: layer(x), backward=lambda ctx, g: (g, None))
+    thing = build(forward=lambda ctx, x, layer: layer(x), backward=lambda ctx, g: (g, None))
     wrap = CONTEXTS[context]
     with pytest.raises(NotImplementedError, match=r"Thing\.forward closes over a value") as caught:
         jax.grad(lambda w: wrap(lambda w: thing.apply(X, HIDING[kind](w)).sum())(w))(2.0)
@@ -436,7 +496,7 @@ WRONG_GRADIENTS = {
 )  # fmt: skip
 def test_the_line_of_a_backward_that_returned_something_wrong(wrong, context):
     backward = WRONG_GRADIENTS[wrong]
-    function = CONTEXTS[context](made(backward=backward).apply)
+    function = CONTEXTS[context](build(backward=backward).apply)
     line = inspect.getsourcelines(backward)[1]
     with pytest.raises((RuntimeError, TypeError), match=r"^Thing\.backward returned") as caught:
         jax.grad(lambda x: function(x).sum())(X)
@@ -449,7 +509,7 @@ def test_the_line_of_a_jvp_that_returned_something_wrong():
         return tangent[:2]
 
     with pytest.raises(RuntimeError, match=r"^Thing\.jvp returned") as caught:
-        jax.jvp(made(jvp=jvp).apply, (X,), (X,))
+        jax.jvp(build(jvp=jvp).apply, (X,), (X,))
     assert str(caught.value).endswith(f"\nThing.jvp is at {__file__}:{inspect.getsourcelines(jvp)[1]}.")
 
 
@@ -465,7 +525,7 @@ def test_a_traceback_shows_user_code_alone(method, context):
     def failing(ctx, x):
         raise KeyError("mine")
 
-    function = CONTEXTS[context](made(**{method: failing}).apply)
+    function = CONTEXTS[context](build(**{method: failing}).apply)
     with pytest.raises(KeyError, match="mine") as caught:
         jax.grad(lambda x: function(x).sum())(X)
     files = [Path(frame.filename) for frame in traceback.extract_tb(caught.value.__traceback__)]
@@ -475,7 +535,7 @@ def test_a_traceback_shows_user_code_alone(method, context):
 
 
 @row("L1")
-def test_a_traceback_shows_all_where_jax_is_told_to():
+def test_a_traceback_shows_all_where_jax_is_configured_to():
     def failing(ctx, x):
         raise KeyError("mine")
 
@@ -483,7 +543,7 @@ def test_a_traceback_shows_all_where_jax_is_told_to():
     jax.config.update("jax_traceback_filtering", "off")
     try:
         with pytest.raises(KeyError) as caught:
-            made(forward=failing).apply(X)
+            build(forward=failing).apply(X)
     finally:
         jax.config.update("jax_traceback_filtering", filtering)
     names = [frame.filename for frame in traceback.extract_tb(caught.value.__traceback__)]
@@ -491,9 +551,9 @@ def test_a_traceback_shows_all_where_jax_is_told_to():
 
 
 @row("L1")
-def test_an_argument_too_many_is_no_forgotten_ctx():
+def test_an_argument_too_many_is_not_a_forgotten_ctx():
     with pytest.raises(TypeError, match=r"^Thing\.apply\(x\): too many positional arguments$"):
-        made().apply(X, X)
+        build().apply(X, X)
 
 
 @row("D8")
@@ -505,3 +565,22 @@ def test_outputs_that_depend_on_the_flags_are_shown():
     f.backward(lambda ctx, g, *_: g)
     with pytest.raises(RuntimeError, match=r"f.forward returned tuple\(array, \{'twice': array\}\) .* and array when"):
         jax.grad(jax.jit(lambda x: jax.tree.leaves(f(x))[0]))(1.0)
+
+
+@row("L1")
+def test_a_tuple_that_is_not_that_of_saved_tensors_has_no_hint():
+    def backward(ctx, grad_output):
+        pair = ctx.saved_tensors[0], grad_output
+        return grad_output * pair
+
+    thing = build(forward=save_one, backward=backward)
+    with pytest.raises(TypeError, match="tuple") as caught:
+        jax.grad(lambda x: thing.apply(x).sum())(X)
+    assert "saved_tensors" not in str(caught.value)
+
+
+@row("L1")
+def test_a_list_of_outputs_is_one_output():
+    thing = build(forward=lambda ctx, x: [x, x], backward=lambda ctx, first, second: first + second)
+    with pytest.raises(TypeError, match="forward returned a list, which is one output: return a tuple of the outputs"):
+        jax.grad(lambda x: thing.apply(x)[0].sum())(X)

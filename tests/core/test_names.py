@@ -1,4 +1,4 @@
-"""What compiled programs, and so profiles, call the operations of a Function."""
+"""The names of a Function's operations in compiled programs, and so in profiles."""
 
 import re
 

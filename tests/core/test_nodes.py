@@ -1,4 +1,4 @@
-"""Arguments that are pytree nodes of classes of their own: boxes, and nodes that are taken apart anew each time."""
+"""Arguments that are pytree nodes of user classes: array wrappers, and nodes that flatten to new objects."""
 
 import jax
 import jax.numpy as jnp
@@ -11,7 +11,7 @@ from tests.support.marks import row
 
 def registered(kind, children, aux=lambda node: None):
     """Makes a class a pytree node of one child."""
-    jax.tree_util.register_pytree_node(kind, lambda node: (children(node), aux(node)), lambda _, given: kind(*given))
+    jax.tree_util.register_pytree_node(kind, lambda node: (children(node), aux(node)), lambda _, leaves: kind(*leaves))
     return kind
 
 
@@ -89,7 +89,7 @@ class Overwriting(Weighted):
 @row("L4")
 @pytest.mark.parametrize("kind", [Pair, Rescaled, Labelled])
 @pytest.mark.parametrize("wrap", [lambda f: f, jax.jit], ids=["eager", "jit"])
-def test_a_change_is_told_from_what_is_new_each_time(kind, wrap):
+def test_a_change_is_distinguished_from_what_is_new_each_time(kind, wrap):
     gradient = wrap(jax.grad(lambda x, weight: jnp.sum(Weighted.apply(kind(weight), x))))
     np.testing.assert_allclose(gradient(X, jnp.float32(2.0)), [2, 2, 2])
     with pytest.raises(NotImplementedError, match=r"Overwriting\.forward changed input 0 \('node'\) at \[.*0>?\]"):

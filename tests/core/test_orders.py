@@ -8,7 +8,7 @@ import pytest
 import jaxfn
 from tests.support.cases import StraightThrough, on_host
 from tests.support.contexts import CONTEXTS, checkpoint, jit, scan, vmap
-from tests.support.marks import COMING, cells, row
+from tests.support.marks import EXPERIMENTAL, cells, row
 
 
 def nth(f, n):
@@ -27,7 +27,7 @@ PROGRAMS = {
 }
 
 
-def saving(forward, saved, slope=lambda g, kept: g * kept):
+def saving(forward, saved, slope=lambda g, residual: g * residual):
     """A function of x that saves what `saved` makes of x and y."""
 
     def saving_forward(ctx, x):
@@ -139,7 +139,7 @@ def test_mixed_partials_with_a_guarded_backward(program, save):
 
 
 @row("D8")
-def test_outputs_that_depend_on_the_flags_are_refused():
+def test_outputs_that_depend_on_the_flags_raise():
     @jaxfn.function
     def f(ctx, x, w):
         ctx.save_for_backward(x, w)
@@ -147,8 +147,8 @@ def test_outputs_that_depend_on_the_flags_are_refused():
 
     f.backward(lambda ctx, g, *_: (g * ctx.saved_tensors[1], g * ctx.saved_tensors[0]))
     inner = jax.grad(lambda x, w: f(x, w)[0] ** 2, 0)
-    if not COMING:  # which runs the primal too
-        # Eagerly forward is told of both derivatives, so that it returns the same.
+    if not EXPERIMENTAL:  # which runs the primal too
+        # Eagerly forward receives the flags of both derivatives, so that it returns equal outputs.
         assert jax.grad(inner, 1)(2.0, 3.0) == 24.0
     with pytest.raises(RuntimeError, match="must not depend on ctx.needs_input_grad"):
         jax.grad(jax.jit(inner), 1)(2.0, 3.0)
@@ -240,12 +240,12 @@ def _sine_by_reference(x):
 
 
 def _saving(intermediate):
-    """cos(x), whose rule is by an intermediate that operations with effects made."""
+    """cos(x), whose rule is by an intermediate that operations with effects computed."""
     return saving(jnp.cos, lambda x, y: intermediate(x))
 
 
 @row("D3")
-def test_an_intermediate_that_a_collective_made():
+def test_an_intermediate_that_a_collective_computed():
     xs = jnp.array([0.7, 0.9, 1.1])
 
     def loss(gradient):

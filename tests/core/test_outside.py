@@ -1,6 +1,6 @@
-"""Arrays that forward keeps outside ctx and backward reads: right at first order, refused without a derivative.
+"""Arrays that forward stores outside ctx and backward reads: right at first order, an error without a derivative.
 
-A global, a class or a list outside is no residual: JAX does not know that backward depends on the inputs by it, so that
+A global, class or list outside is not a residual: JAX does not know that backward depends on the inputs by it, so that
 a nested derivative would be wrong in silence.
 """
 
@@ -24,7 +24,7 @@ from tests.support.marks import cells, row
 
 X = jnp.float32(0.5)
 
-# --- where an array may be kept: each makes a function that keeps it and one that finds it again
+# --- where an array may be stored: each builds a function that stores it and one that reads it
 
 GLOBAL: Any = None
 
@@ -56,8 +56,8 @@ def nonlocal_variable():
 
 
 def mutable_default():
-    kept: list[Any] = []
-    return (lambda x, kept=kept: kept.append(x)), lambda kept=kept: kept[-1]
+    stored: list[Any] = []
+    return (lambda x, stored=stored: stored.append(x)), lambda stored=stored: stored[-1]
 
 
 def bound_method():
@@ -73,8 +73,8 @@ def bound_method():
 
 
 def array_of_objects():
-    kept = np.empty(1, object)
-    return (lambda x: kept.__setitem__(0, x)), lambda: kept[0]
+    stored = np.empty(1, object)
+    return (lambda x: stored.__setitem__(0, x)), lambda: stored[0]
 
 
 def weak_reference():
@@ -104,20 +104,20 @@ SLOPES: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
 }
 
 
-def keeping(holder, what="input", rules="backward"):
-    """sin, whose backward needs an array that forward keeps outside."""
+def storing(holder, what="input", rules="backward"):
+    """sin, whose backward needs an array that forward stores outside."""
     put, get = holder()
-    kept, slope = SLOPES[what]
+    stored, slope = SLOPES[what]
 
     def forward(ctx, x):
         y = jnp.sin(x)
-        put(kept(x, y))
+        put(stored(x, y))
         return y
 
     def rule(ctx, g):
         return g * slope(get())
 
-    f = jaxfn.autograd_function(forward, rule, name="Keeping")
+    f = jaxfn.autograd_function(forward, rule, name="Storing")
     if rules == "both":
         f.jvp(rule)
     elif rules == "generated":
@@ -126,14 +126,14 @@ def keeping(holder, what="input", rules="backward"):
 
 
 # Said by the check itself; or of a list in a closure of backward, that backward closes over another program's value.
-KEPT = r"Keeping[\s\S]*(outside ctx|closes over)"
-REFUSED = SECOND_DERIVATIVES | GRADIENTS_OF_PROGRAMS
-EVERY = GRADIENTS | REFUSED
+OUTSIDE_CTX = r"Storing[\s\S]*(outside ctx|closes over)"
+UNSUPPORTED = SECOND_DERIVATIVES | GRADIENTS_OF_PROGRAMS
+EVERY = GRADIENTS | UNSUPPORTED
 EVERY_HOLDER = pytest.mark.parametrize("holder", HOLDERS, ids=lambda h: h.__name__)
 
 
 @pytest.fixture(autouse=True)
-def _nothing_is_kept_from_another_test():
+def _clear_state_of_other_tests():
     global GLOBAL
     GLOBAL = SomeClass.value = None
     Statistics.mean, Statistics.scale = jnp.float32(0.0), jnp.float32(1.0)
@@ -141,83 +141,83 @@ def _nothing_is_kept_from_another_test():
 
 @row("B14")
 @EVERY_HOLDER
-def test_an_array_kept_anywhere_outside_is_right_at_first_order_and_refused_at_second(holder):
+def test_an_array_stored_anywhere_outside_is_right_at_first_order_and_raises_at_second(holder):
     for program in ("grad", "jit of vmap of grad"):
-        np.testing.assert_allclose(GRADIENTS[program](keeping(holder))(X), jnp.cos(X), rtol=1e-6)
+        np.testing.assert_allclose(GRADIENTS[program](storing(holder))(X), jnp.cos(X), rtol=1e-6)
     for program in ("grad of grad", "grad of jit of grad", "grad of jit", "grad of vmap"):
-        with pytest.raises(NotImplementedError, match=KEPT):
-            REFUSED[program](keeping(holder))(X)
+        with pytest.raises(NotImplementedError, match=OUTSIDE_CTX):
+            UNSUPPORTED[program](storing(holder))(X)
 
 
 KINDS = [("input", "backward"), ("intermediate", "both"), ("output", "generated")]
-NAMED = r"Keeping[\s\S]*outside ctx[\s\S]*(ctx\.\w+ =|save it on ctx)"
+NAMED = r"Storing[\s\S]*outside ctx[\s\S]*(ctx\.\w+ =|save it on ctx)"
 
 
 @row("B14")
 @pytest.mark.parametrize("program", GRADIENTS)
 @pytest.mark.parametrize(("what", "rules"), KINDS)
-def test_an_array_kept_outside_is_right_at_first_order_in_its_own_program(what, rules, program):
-    np.testing.assert_allclose(GRADIENTS[program](keeping(class_attribute, what, rules))(X), jnp.cos(X), rtol=1e-6)
+def test_an_array_stored_outside_is_right_at_first_order_in_its_own_program(what, rules, program):
+    np.testing.assert_allclose(GRADIENTS[program](storing(class_attribute, what, rules))(X), jnp.cos(X), rtol=1e-6)
 
 
 @row("B14", "L1")
-@pytest.mark.parametrize("program", REFUSED)
+@pytest.mark.parametrize("program", UNSUPPORTED)
 @pytest.mark.parametrize(("what", "rules"), KINDS)
-def test_an_array_kept_outside_is_refused_where_its_derivative_would_be_lost(what, rules, program):
+def test_an_array_stored_outside_raises_where_its_derivative_would_be_lost(what, rules, program):
     with pytest.raises(NotImplementedError, match=NAMED):
-        REFUSED[program](keeping(class_attribute, what, rules))(X)
+        UNSUPPORTED[program](storing(class_attribute, what, rules))(X)
 
 
-class OwnAttribute(jaxfn.Function):
-    """Keeps its input on itself, as code does that was written for a single call."""
+class StoresOnItself(jaxfn.Function):
+    """Stores its input on itself, as code does that was written for a single call."""
 
     @staticmethod
     def forward(ctx, x):
-        OwnAttribute.x = x
+        StoresOnItself.x = x
         return jnp.sin(x)
 
     @staticmethod
     def backward(ctx, g):
-        return g * jnp.cos(OwnAttribute.x)
+        return g * jnp.cos(StoresOnItself.x)
 
 
 @row("B14")
-@pytest.mark.parametrize("program", REFUSED)
-def test_two_calls_that_keep_in_one_place(program):
+@pytest.mark.parametrize("program", UNSUPPORTED)
+def test_two_calls_that_store_in_one_attribute(program):
     """The second call's array overwrites the first's, so that even the first derivative is of no use there."""
-    with pytest.raises(NotImplementedError, match=r"OwnAttribute[\s\S]*outside ctx"):
-        REFUSED[program](lambda x: OwnAttribute.apply(OwnAttribute.apply(x)))(X)
+    with pytest.raises(NotImplementedError, match=r"StoresOnItself[\s\S]*outside ctx"):
+        UNSUPPORTED[program](lambda x: StoresOnItself.apply(StoresOnItself.apply(x)))(X)
 
 
 @row("B14")
 @pytest.mark.parametrize("wrap", [lambda f: f, jax.jit], ids=["", "jit"])
 @pytest.mark.parametrize("inside", [lambda f: f, jax.jit], ids=["", "jit inside"])
-def test_a_derivative_that_is_not_used_is_not_refused(inside, wrap):
+def test_a_derivative_that_is_not_used_does_not_raise(inside, wrap):
     def loss(x):
-        return jax.lax.stop_gradient(inside(jax.grad(OwnAttribute.apply))(x)) * x
+        return jax.lax.stop_gradient(inside(jax.grad(StoresOnItself.apply))(x)) * x
 
     np.testing.assert_allclose(wrap(jax.grad(loss))(X), jnp.cos(X), rtol=1e-6)
 
 
 @row("B14")
-def test_a_kept_array_that_backward_returns_unchanged():
-    def keeping_slope():
-        kept: dict[str, Any] = {}
+def test_a_stored_array_that_backward_returns_unchanged():
+    def storing_slope():
+        stored: dict[str, Any] = {}
 
         def forward(ctx, x):
-            kept["slope"] = jnp.cos(x)
+            stored["slope"] = jnp.cos(x)
             return jnp.sin(x)
 
-        return jaxfn.autograd_function(forward, lambda ctx, g: kept["slope"], name="Keeping")
+        return jaxfn.autograd_function(forward, lambda ctx, g: stored["slope"], name="Storing")
 
     for program in ("grad", "jit of grad"):
-        np.testing.assert_allclose(GRADIENTS[program](keeping_slope())(X), jnp.cos(X), rtol=1e-6)
-    for program in REFUSED.keys() - {"grad of vmap", "grad of grad of vmap"}:
-        with pytest.raises(NotImplementedError, match="Keeping"):
-            REFUSED[program](keeping_slope())(X)
+        np.testing.assert_allclose(GRADIENTS[program](storing_slope())(X), jnp.cos(X), rtol=1e-6)
+    for program in UNSUPPORTED.keys() - {"grad of vmap", "grad of grad of vmap"}:
+        with pytest.raises(NotImplementedError, match="Storing"):
+            UNSUPPORTED[program](storing_slope())(X)
     for program in ("grad of vmap", "grad of grad of vmap"):
         with pytest.raises(jax.errors.UnexpectedTracerError):  # JAX finds that first
-            REFUSED[program](keeping_slope())(X)
+            UNSUPPORTED[program](storing_slope())(X)
 
 
 def tangent(f):
@@ -238,18 +238,18 @@ FORWARD: dict[str, Callable[[Any], Any]] = {
 
 @row("B14", "D4")
 @pytest.mark.parametrize("what", SLOPES)
-def test_an_array_kept_outside_and_read_by_jvp_is_right_at_first_order(what):
-    np.testing.assert_allclose(tangent(keeping(class_attribute, what, "both"))(X), jnp.cos(X), rtol=1e-6)
+def test_an_array_stored_outside_and_read_by_jvp_is_right_at_first_order(what):
+    np.testing.assert_allclose(tangent(storing(class_attribute, what, "both"))(X), jnp.cos(X), rtol=1e-6)
 
 
 @row("B14", "D7")
 @pytest.mark.parametrize("rules", ["both", "generated"])
 @pytest.mark.parametrize("program", FORWARD)
-def test_an_array_kept_outside_and_read_in_forward_mode_is_refused_elsewhere(program, rules):
+def test_an_array_stored_outside_and_read_in_forward_mode_raises_elsewhere(program, rules):
     for what in SLOPES:
         # A generated rule says so itself, in its own words, where the array is a tracer of another level.
-        with pytest.raises(RuntimeError if rules == "generated" else NotImplementedError, match="Keeping"):
-            FORWARD[program](keeping(class_attribute, what, rules))(X)
+        with pytest.raises(RuntimeError if rules == "generated" else NotImplementedError, match="Storing"):
+            FORWARD[program](storing(class_attribute, what, rules))(X)
 
 
 # --- what is harmless
@@ -266,7 +266,7 @@ class Statistics:
 
 
 def sine(forward_too, backward_too=lambda g: g):
-    """sin, with something done beside it in forward and in backward."""
+    """sin, with an effect in forward and in backward."""
 
     def forward(ctx, x):
         ctx.save_for_backward(x)
@@ -284,7 +284,7 @@ def update_mean(x):
     Statistics.mean = jax.lax.stop_gradient(0.9 * Statistics.mean + 0.1 * x)
 
 
-def keep_shape(x):
+def store_shape(x):
     Statistics.shape = x.shape, x.dtype
 
 
@@ -304,18 +304,18 @@ def log_of_tracers_by_a_handler():
 
 def mask():
     """It has no derivative that could be lost."""
-    kept: dict[str, Any] = {}
-    return sine(lambda x: kept.update(mask=x > 0), lambda g: jnp.where(kept["mask"], g, 0))
+    stored: dict[str, Any] = {}
+    return sine(lambda x: stored.update(mask=x > 0), lambda g: jnp.where(stored["mask"], g, 0))
 
 
 HARMLESS: dict[str, Callable[[], Any]] = {
     "log": log_both,
     "logging": log_of_tracers_by_a_handler,
     "running mean": lambda: sine(update_mean),
-    "running mean beside a scale": lambda: sine(update_mean, lambda g: g * Statistics.scale),
+    "running mean and a scale": lambda: sine(update_mean, lambda g: g * Statistics.scale),
     "mask": mask,
     "counter": lambda: sine(counting, lambda g: counting(g) or g),
-    "shape": lambda: sine(keep_shape, lambda g: g.reshape(Statistics.shape[0]).astype(Statistics.shape[1])),
+    "shape": lambda: sine(store_shape, lambda g: g.reshape(Statistics.shape[0]).astype(Statistics.shape[1])),
     "cache of constants": lambda: sine(lambda x: table(), lambda g: g * table()[1]),
     "a list that is emptied": lambda: sine(LOG.append, lambda g: LOG.clear() or g),
 }
@@ -332,8 +332,8 @@ HARMLESS: dict[str, Callable[[], Any]] = {
         ("log", "grad of checkpoint of grad"),
         ("running mean", "vmap of grad"),
         ("running mean", "grad of jit of grad"),
-        ("running mean beside a scale", "grad of grad"),
-        ("running mean beside a scale", "grad of checkpoint"),
+        ("running mean and a scale", "grad of grad"),
+        ("running mean and a scale", "grad of checkpoint"),
         ("mask", "jit of grad"),
         ("mask", "grad of jit of grad"),
         ("mask", "jit of grad of grad"),
@@ -347,7 +347,7 @@ HARMLESS: dict[str, Callable[[], Any]] = {
         ("a list that is emptied", "grad of vmap"),
     ],
 )
-def test_what_backward_does_not_depend_on_may_be_kept_outside(kind, program):
+def test_what_backward_does_not_depend_on_may_be_stored_outside(kind, program):
     LOG.clear()
     got = EVERY[program](HARMLESS[kind]())(X)
     np.testing.assert_allclose(got, -jnp.sin(X) if program in SECOND_DERIVATIVES else jnp.cos(X), rtol=1e-6)
@@ -378,7 +378,7 @@ def test_an_eqn_that_computes_a_value_and_its_tangent(wrap):
 @row("B14")
 @pytest.mark.parametrize("logs", [False, True])
 def test_a_backward_that_branches_on_values(logs):
-    """Eagerly its values are known, and stay known where something is kept outside that it does not read."""
+    """Eagerly its values are known, and stay known where something is stored outside that it does not read."""
     seen: list[Any] = []
 
     def forward(ctx, x):

@@ -22,8 +22,8 @@ SHAPES = [(), (1,), (2,), (3, 2), (0,), (2, 0, 1)]
 def array(draw):
     dtype, shape, seed = draw(st.sampled_from(DTYPES)), draw(st.sampled_from(SHAPES)), draw(st.integers(0, 99))
     values = np.random.default_rng(seed).integers(-2, 3, shape)
-    made = jnp.asarray(values, dtype)
-    return made if draw(st.booleans()) or dtype == "bfloat16" else np.asarray(made)
+    converted = jnp.asarray(values, dtype)
+    return converted if draw(st.booleans()) or dtype == "bfloat16" else np.asarray(converted)
 
 
 statics = st.one_of(st.none(), st.integers(-3, 3), st.floats(-2, 2), st.booleans(), st.sampled_from(["text", "", sum]))
@@ -48,7 +48,7 @@ def flat(tree: Any) -> list[Any]:
 
 
 class Scale(jaxfn.Function):
-    """Multiplies every differentiable leaf by its position plus two; returns what it was given, statics included."""
+    """Multiplies every differentiable leaf by its position plus two; returns its arguments, statics included."""
 
     needs: tuple[bool, ...] | None = None
     statics: list[Any] | None = None

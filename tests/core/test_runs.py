@@ -1,9 +1,9 @@
-"""Contract row A8: how often user code runs, draws and has effects, beside the same as a hand-written custom_vjp.
+"""Contract row A8: how often user code runs, draws and has effects, compared with a hand-written custom_vjp.
 
-What is expected is what the hand-written function does, in the same program, or half of it where that runs its primal
+Expected is what the hand-written function does in that program, or half of it where it runs its primal
 and its `fwd`. Where that raises (JAX loses a traced key that both of these change), the table says what jaxfn does.
 
-Every draw `m` makes outputs and derivatives that tell it: `m * sin(x)` and `m * cos(x)`.
+Every draw `m` has outputs and derivatives that identify it: `m * sin(x)` and `m * cos(x)`.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from jax.experimental import io_callback
 from jax.extend.random import define_prng_impl
 
 import jaxfn
-from tests.support.marks import COMING, cells, row
+from tests.support.marks import EXPERIMENTAL, cells, row
 
 
 def _mixed(key, numbers):
@@ -50,7 +50,7 @@ class Keys:
 
 
 class World:
-    """What user code reads and changes beside its arguments, with counts of it."""
+    """The state that user code reads and changes apart from its arguments, with counts."""
 
     def __init__(self):
         self.counts = {"python": 0, "draws": 0, "host": 0}
@@ -110,7 +110,7 @@ COMPUTES: dict[str, tuple[Callable[..., Any], Callable[[Any], Any]]] = {
 }
 # These save an intermediate too.
 OF_INTERMEDIATE = (
-    "keeps_attribute", "keeps_closure", "sets_up_context", "has_jvp_too", "generates_jvp_rule", "reads_flags",
+    "stores_attribute", "stores_closure", "sets_up_context", "has_jvp_too", "generates_jvp_rule", "reads_flags",
 )  # fmt: skip
 STYLES = [*COMPUTES, *OF_INTERMEDIATE]
 
@@ -127,19 +127,19 @@ def by_function(name, draw):
         if name == "reads_flags":
             ctx.read = ctx.needs_input_grad.x
         y, saved = compute(x, draw(keys))
-        if name == "keeps_closure":
+        if name == "stores_closure":
             ctx.pull = lambda g: g * saved
-        elif name == "keeps_attribute":
-            ctx.kept = {"slope": [saved]}
+        elif name == "stores_attribute":
+            ctx.stored = {"slope": [saved]}
         else:
             ctx.save_for_backward(*jax.tree.leaves(saved))
         return y
 
     def rule(ctx, moving):
-        if name == "keeps_closure":
+        if name == "stores_closure":
             return ctx.pull(moving)
-        if name == "keeps_attribute":
-            return moving * ctx.kept["slope"][0]
+        if name == "stores_attribute":
+            return moving * ctx.stored["slope"][0]
         saved = ctx.saved_tensors
         return moving * slope_of(saved[0] if len(saved) == 1 else saved)
 
@@ -155,7 +155,7 @@ def by_function(name, draw):
 
 
 def separately(draw):
-    """In the separate style. Its slope is a second output, which differentiates by the Function's own rule."""
+    """A Function in separate style. Its slope is a second output, which differentiates by the Function's own rule."""
 
     class Drawn(jaxfn.Function):
         @staticmethod
@@ -174,14 +174,14 @@ def separately(draw):
     return lambda x, keys: Drawn.apply(x, keys)[0]
 
 
-def by_hand(name, draw):
-    """As a JAX user would write it; an object is no argument of a custom_vjp, so it is closed over."""
+def hand_written(name, draw):
+    """A custom_vjp as a JAX user would write it; an object cannot be an argument of it, so it is closed over."""
     compute, slope_of = computes(name)
 
     def call(x, keys):
-        made = jax.custom_vjp(lambda x: compute(x, draw(keys))[0])
-        made.defvjp(lambda x: compute(x, draw(keys)), lambda saved, g: (g * slope_of(saved),))
-        return made(x)
+        function = jax.custom_vjp(lambda x: compute(x, draw(keys))[0])
+        function.defvjp(lambda x: compute(x, draw(keys)), lambda saved, g: (g * slope_of(saved),))
+        return function(x)
 
     return call
 
@@ -192,7 +192,7 @@ def plainly(name, draw):
 
 
 def check_one_draw(name, x, y, slope, curvature=None, calls=2):
-    """That a sum of calls at one x and its derivatives, as far as they are there, are of the same draws."""
+    """Checks that a sum of calls at one x and its derivatives, as far as they are there, are of equal draws."""
     sin, cos = np.sin(x), np.cos(x)
     if name == "saves_nothing":
         holds = [(slope, calls * np.ones_like(x)), (curvature, 0.0)]
@@ -223,7 +223,7 @@ def value_and_slopes_of_batch(f):
 
 
 def scanned(f):
-    """The x of every step is the same, so that all steps together are as one."""
+    """All steps have one x, so that together they are as one step."""
 
     def total(x, key):
         body = lambda total, key: (total + f(x, key), None)  # noqa: E731
@@ -282,7 +282,7 @@ def two_calls(make, name, source, world):
 
 
 def history(make, name, source, transform):
-    """What two programs return, each called twice, and what had run after every call."""
+    """Returns what two programs return, each called twice, and what had run after every call."""
     world = World()
     program = two_calls(make, name, source, world)
     results, counts = [], []
@@ -296,10 +296,11 @@ def history(make, name, source, transform):
 
 
 def expect_other_draws(name, source, transform):
-    """JAX_REMAT3 runs the rule of a custom_jvp in a checkpoint again, one by hand too."""
-    if COMING and transform == "checkpoint" and name in ("has_jvp_too", "generates_jvp_rule") and "key" not in source:
+    """JAX_REMAT3 runs the rule of a custom_jvp in a checkpoint again, also of a hand-written one."""
+    has_rule = name in ("has_jvp_too", "generates_jvp_rule")
+    if EXPERIMENTAL and transform == "checkpoint" and has_rule and "key" not in source:
         pytest.xfail("JAX_REMAT3 runs a custom_jvp's rule more than once")
-    if COMING and transform == "checkpoint" and name == "reads_flags" and "key" not in source:
+    if EXPERIMENTAL and transform == "checkpoint" and name == "reads_flags" and "key" not in source:
         pytest.xfail("JAX_REMAT3 takes the value of a checkpoint from another trace")
 
 
@@ -311,51 +312,51 @@ def at(transform):
 @cells(
     "source,name,transform,outcome",
     [
-        ("keys", "saves_nothing", "eager", "as by hand"),
+        ("keys", "saves_nothing", "eager", "as hand-written"),
         ("keys", "saves_input", "jit", "right"),
-        ("keys", "saves_output", "grad", "as by hand"),
+        ("keys", "saves_output", "grad", "as hand-written"),
         ("keys", "saves_intermediate", "scan", "right"),
         ("keys", "saves_mask", "grad_of_jit", "right"),
-        ("keys", "keeps_closure", "jit_of_grad", "as by hand"),
-        ("keys", "keeps_closure", "grad_of_vmap", "refused"),
+        ("keys", "stores_closure", "jit_of_grad", "as hand-written"),
+        ("keys", "stores_closure", "grad_of_vmap", "raises"),
         ("keys", "sets_up_context", "checkpoint", "right"),
         ("keys", "has_jvp_too", "cond", "right"),
-        ("keys", "generates_jvp_rule", "jit_of_vmap_of_grad", "as by hand"),
+        ("keys", "generates_jvp_rule", "jit_of_vmap_of_grad", "as hand-written"),
         ("keys closed over", "saves_nothing", "scan", "right"),
-        ("keys closed over", "sets_up_context", "value_and_grad", "as by hand"),
+        ("keys closed over", "sets_up_context", "value_and_grad", "as hand-written"),
         ("keys closed over", "sets_up_context", "cond", "right"),
         ("numpy", "saves_nothing", "grad_of_jit", "half"),
-        ("numpy", "saves_input", "grad_of_vmap", "as by hand"),
+        ("numpy", "saves_input", "grad_of_vmap", "as hand-written"),
         ("numpy", "saves_output", "scan", "half"),
-        ("numpy", "saves_intermediate", "jit_of_grad", "as by hand"),
+        ("numpy", "saves_intermediate", "jit_of_grad", "as hand-written"),
         ("numpy", "saves_intermediate", "checkpoint", "half"),
         ("numpy", "saves_mask", "cond", "half"),
-        ("numpy", "keeps_attribute", "jit", "as by hand"),
-        ("numpy", "keeps_closure", "checkpoint", "refused"),
-        ("numpy", "keeps_closure", "jit_of_vmap_of_grad", "as by hand"),
-        ("numpy", "sets_up_context", "value_and_grad", "as by hand"),
+        ("numpy", "stores_attribute", "jit", "as hand-written"),
+        ("numpy", "stores_closure", "checkpoint", "raises"),
+        ("numpy", "stores_closure", "jit_of_vmap_of_grad", "as hand-written"),
+        ("numpy", "sets_up_context", "value_and_grad", "as hand-written"),
         ("numpy", "has_jvp_too", "grad_of_jit", "half"),
-        ("numpy", "generates_jvp_rule", "grad", "as by hand"),
-        ("numpy", "reads_flags", "value_and_grad", "as by hand"),
-        ("numpy", "reads_flags", "grad_of_jit", "as by hand"),
-        ("numpy", "reads_flags", "checkpoint", "as by hand"),
+        ("numpy", "generates_jvp_rule", "grad", "as hand-written"),
+        ("numpy", "reads_flags", "value_and_grad", "as hand-written"),
+        ("numpy", "reads_flags", "grad_of_jit", "as hand-written"),
+        ("numpy", "reads_flags", "checkpoint", "as hand-written"),
         ("numpy", "reads_flags", "cond", "half more"),
         ("io_callback", "saves_output", "grad_of_jit", "half"),
-        ("io_callback", "has_jvp_too", "vmap_of_grad", "as by hand"),
+        ("io_callback", "has_jvp_too", "vmap_of_grad", "as hand-written"),
         ("io_callback", "saves_input", "scan", "half"),
-        ("io_callback", "keeps_closure", "cond", "refused"),
+        ("io_callback", "stores_closure", "cond", "raises"),
     ],
 )
-def test_code_runs_as_often_as_by_hand(source, name, transform, outcome):
-    """Or half as often, where JAX stages the call before it differentiates it, and a custom_vjp runs its primal and its
-    fwd. If forward reads its flags it runs again there, and a third time in `cond`, which JAX differentiates twice.
+def test_code_runs_as_often_as_in_a_hand_written_rule(source, name, transform, outcome):
+    """It runs half as often where JAX stages the call before it differentiates it, and a custom_vjp runs its primal
+    and its fwd. A forward that reads its flags runs again, and a third time in `cond`, which is differentiated twice.
 
-    "right": by hand JAX raises, as a value of the staged program gets out of it.
+    "right": JAX raises for the hand-written rule, as a tracer escapes.
     """
     expect_other_draws(name, source, transform)
-    if outcome == "refused":
-        errors = (NotImplementedError, jax.errors.UnexpectedTracerError) if COMING else NotImplementedError
-        with pytest.raises(errors, match=None if COMING else "^Drawn"):
+    if outcome == "raises":
+        errors = (NotImplementedError, jax.errors.UnexpectedTracerError) if EXPERIMENTAL else NotImplementedError
+        with pytest.raises(errors, match=None if EXPERIMENTAL else "^Drawn"):
             history(by_function, name, source, transform)
         return
     results, counts = history(by_function, name, source, transform)
@@ -366,17 +367,17 @@ def test_code_runs_as_often_as_by_hand(source, name, transform, outcome):
     if outcome == "right":
         return
     try:
-        expected, expected_counts = history(by_hand, name, source, transform)
+        expected, expected_counts = history(hand_written, name, source, transform)
     except jax.errors.UnexpectedTracerError:
-        assert COMING  # by which a value of the staged program gets out of a hand-written rule
+        assert EXPERIMENTAL  # by which a value of the staged program gets out of a hand-written rule
         return
-    if COMING:  # keeps traces, of what was made once
+    if EXPERIMENTAL:  # caches traces, of what was drawn once
         for ours, by_jax in zip(counts, expected_counts, strict=True):
             assert all(ours[kind] <= by_jax[kind] for kind in ours)
         return
-    times = {"as by hand": 1, "half": 0.5, "half more": 1.5}[outcome]
+    times = {"as hand-written": 1, "half": 0.5, "half more": 1.5}[outcome]
     assert counts == [{**c, "python": times * c["python"], "draws": times * c["draws"]} for c in expected_counts]
-    if outcome == "as by hand" or "callback" in source:
+    if outcome == "as hand-written" or "callback" in source:
         for ours, by_jax in zip(jax.tree.leaves(results), jax.tree.leaves(expected), strict=True):
             np.testing.assert_allclose(ours, by_jax, rtol=2e-6)
 
@@ -384,7 +385,7 @@ def test_code_runs_as_often_as_by_hand(source, name, transform, outcome):
 @row("A8")
 @pytest.mark.parametrize("name", STYLES)
 def test_a_single_call_under_jit_runs_once(name):
-    """By hand it works, once: what the source has become is lost, and its next draw raises."""
+    """A hand-written rule works, once: the new state of the source is lost, and its next draw raises."""
     world = World()
     f = by_function(name, world.drawing("keys"))
     plain = plainly(name, World().drawing("keys"))
@@ -396,8 +397,8 @@ def test_a_single_call_under_jit_runs_once(name):
 
 
 @row("A8")
-@pytest.mark.parametrize("kept", ["array", "closure"])
-def test_an_object_that_holds_a_traced_array_and_what_is_kept_of_it(kept):
+@pytest.mark.parametrize("stored", ["array", "closure"])
+def test_an_object_that_holds_a_traced_array_and_what_ctx_stores_of_it(stored):
     """Neither changes the object: forward runs once, whether or not anything is differentiated."""
     count = 0
 
@@ -407,12 +408,12 @@ def test_an_object_that_holds_a_traced_array_and_what_is_kept_of_it(kept):
             nonlocal count
             count += 1
             c = jnp.cos(x) * box.key
-            ctx.pull = (lambda g: g * c) if kept == "closure" else c
+            ctx.pull = (lambda g: g * c) if stored == "closure" else c
             return jnp.sin(x) * box.key
 
         @staticmethod
         def backward(ctx, g):
-            return ctx.pull(g) if kept == "closure" else g * ctx.pull, None
+            return ctx.pull(g) if stored == "closure" else g * ctx.pull, None
 
     def call(x, w):
         return Weighted.apply(x, Keys(w))
@@ -438,7 +439,7 @@ def derivatives(f, inner=lambda f: f):
 
 
 def derivatives_of_batch(f):
-    """Of the mapped function: one cotangent for all of the batch is enough, for no example depends on another."""
+    """Derivatives of the mapped function: one cotangent for the batch is enough, as no element depends on another."""
 
     def all_three(x, key):
         xs = x + 0.1 * jnp.arange(BATCH)
@@ -477,40 +478,40 @@ SECOND_ORDER: dict[str, Callable[..., Any]] = {
         ("unchanged key", "saves_input", "cond", "right"),
         ("unchanged key", "saves_output", "vmap_inside", "right"),
         ("unchanged key", "saves_intermediate", "eager", "right"),
-        ("unchanged key", "saves_intermediate", "vmap_inside", "refused"),
-        ("unchanged key", "keeps_closure", "eager", "refused"),
+        ("unchanged key", "saves_intermediate", "vmap_inside", "raises"),
+        ("unchanged key", "stores_closure", "eager", "raises"),
         ("unchanged key", "sets_up_context", "scan", "right"),
         ("unchanged key", "has_jvp_too", "jit", "right"),
-        ("unchanged key", "has_jvp_too", "scan", "refused"),
-        ("unchanged key", "generates_jvp_rule", "jit_inside", "refused"),
+        ("unchanged key", "has_jvp_too", "scan", "raises"),
+        ("unchanged key", "generates_jvp_rule", "jit_inside", "raises"),
         ("unchanged key closed over", "saves_input", "checkpoint", "right"),
         ("unchanged key closed over", "saves_intermediate", "jit", "right"),
-        ("unchanged key closed over", "has_jvp_too", "cond", "refused"),
+        ("unchanged key closed over", "has_jvp_too", "cond", "raises"),
         ("keys", "saves_nothing", "jit_inside", "right"),
         ("keys", "saves_input", "vmap", "right"),
         ("keys", "saves_output", "scan", "right"),
-        ("keys", "saves_intermediate", "jit", "refused"),
+        ("keys", "saves_intermediate", "jit", "raises"),
         ("keys", "saves_mask", "checkpoint", "right"),
-        ("keys", "keeps_closure", "jit_of_vmap", "refused"),
+        ("keys", "stores_closure", "jit_of_vmap", "raises"),
         ("keys", "sets_up_context", "cond", "right"),
-        ("keys", "has_jvp_too", "eager", "refused"),
-        ("keys", "generates_jvp_rule", "vmap", "refused"),
+        ("keys", "has_jvp_too", "eager", "raises"),
+        ("keys", "generates_jvp_rule", "vmap", "raises"),
         ("keys closed over", "saves_input", "jit_everywhere", "right"),
-        ("keys closed over", "saves_intermediate", "checkpoint", "refused"),
+        ("keys closed over", "saves_intermediate", "checkpoint", "raises"),
         ("numpy", "saves_output", "eager", "right"),
         ("numpy", "saves_mask", "vmap_inside", "right"),
-        ("numpy", "has_jvp_too", "cond", "refused"),
+        ("numpy", "has_jvp_too", "cond", "raises"),
         ("numpy", "saves_input", "scan", "right"),
-        ("numpy", "keeps_closure", "jit_everywhere", "refused"),
+        ("numpy", "stores_closure", "jit_everywhere", "raises"),
     ],
 )
 def test_second_derivatives_are_of_the_draws_that_gave_the_output(source, name, transform, outcome):
-    """In the first program and in a later one. Refused is what differentiates through forward, which runs again for
+    """They hold in the first program and in a later one. Differentiating through forward raises, as it runs again for
     it, where that draws something else or reads a key of a program that has ended."""
     expect_other_draws(name, source, transform)
     world, x = World(), jnp.float32(X)
     program = two_calls(by_function, name, source, world)
-    if outcome == "refused":
+    if outcome == "raises":
         with pytest.raises(NotImplementedError, match="^Drawn"):
             SECOND_ORDER[transform](program)(x, KEY)
         return
@@ -531,11 +532,11 @@ def test_second_derivatives_are_of_the_draws_that_gave_the_output(source, name, 
         ("saves_intermediate", "eager"),
         ("saves_intermediate", "jit_of_grad"),
         ("reads_flags", "vmap_of_grad"),
-        ("keeps_attribute", "grad_of_jit"),
+        ("stores_attribute", "grad_of_jit"),
         ("reads_flags", "checkpoint"),
         ("saves_input", "grad_of_vmap"),
         ("reads_flags", "second jit"),
-        ("keeps_attribute", "second jit_inside"),
+        ("stores_attribute", "second jit_inside"),
         ("saves_intermediate", "second vmap"),
         ("saves_input", "second scan"),
     ],

@@ -89,7 +89,7 @@ def test_a_function_among_the_arguments_whose_closure_is_converted():
 
 @row("E1")
 @pytest.mark.parametrize("wrap", [eager, jit])
-def test_a_pullback_that_is_kept_on_ctx(wrap):
+def test_a_pullback_that_is_stored_on_ctx(wrap):
     @jaxfn.function
     def f(ctx, x):
         y, ctx.pullback = jax.vjp(lambda x: 3 * x * x, x)
@@ -113,7 +113,7 @@ def test_a_pullback_that_is_kept_on_ctx(wrap):
     ],
     ids=["shape", "dtype", "structure"],
 )
-def test_an_output_in_scan_that_depends_on_the_flags_is_refused(differentiated, message):
+def test_an_output_in_scan_that_depends_on_the_flags_raises(differentiated, message):
     f = jaxfn.autograd_function(
         lambda ctx, x: (differentiated(x) if any(ctx.needs_input_grad) else x,), lambda ctx, g: g
     )
@@ -146,7 +146,7 @@ def test_same_collectives_in_sharded_jit(axis_type):
     args = (jax.device_put(x, NamedSharding(mesh, P("d"))), w, b)
     found = []
     with jax.set_mesh(mesh):
-        for f in (LINEAR.apply, LINEAR.by_hand):
+        for f in (LINEAR.apply, LINEAR.hand_written):
             gradient = jax.jit(jax.grad(loss_of(over_batch(LINEAR, f)), argnums=(0, 1, 2)))
             found.append(collectives(gradient.lower(*args).compile()))
     assert found[0] == found[1] != []

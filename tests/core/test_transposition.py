@@ -336,7 +336,7 @@ def test_packed_residuals(wrap):
     np.testing.assert_allclose(wrap(transposed)(Y), A.T @ Y, rtol=1e-5)
 
 
-# --- what is refused
+# --- what is not supported
 
 
 def nonlinear(rules: str, save: str) -> Any:
@@ -346,8 +346,8 @@ def nonlinear(rules: str, save: str) -> Any:
         return y
 
     def slope(ctx):
-        (kept,) = ctx.saved_tensors
-        return {"input": 2 * kept, "output": 2 * jnp.sqrt(kept), "intermediate": kept}[save]
+        (saved,) = ctx.saved_tensors
+        return {"input": 2 * saved, "output": 2 * jnp.sqrt(saved), "intermediate": saved}[save]
 
     return with_rules(rules, forward, lambda ctx, g: slope(ctx) * g, lambda ctx, t: slope(ctx) * t)
 
@@ -363,7 +363,7 @@ def nonlinear(rules: str, save: str) -> Any:
         ("intermediate", "jit", "generated"),
     ],
 )
-def test_the_transpose_of_a_function_that_is_not_linear_is_refused(save, within, rules):
+def test_the_transpose_of_a_function_that_is_not_linear_raises(save, within, rules):
     with pytest.raises(TypeError, match=r"Linear is transposed .*not linear: its derivative depends on saved_tensors"):
         jax.linear_transpose(CONTEXTS[within](nonlinear(rules, save)), X)(X)
 
@@ -390,7 +390,7 @@ def test_a_function_without_forward_mode_is_named(wrap, program):
 @RULES
 @pytest.mark.parametrize("around", [lambda f: f, jax.checkpoint, jax.vmap], ids=["", "checkpoint", "vmap"])
 def test_the_invariant_part_of_a_loop_is_taken_out_of_it(around, rules):
-    """JAX evaluates the rest of the body, by the same partial evaluation as in `linear_transpose`."""
+    """JAX evaluates the rest of the body, by partial evaluation, as in `linear_transpose`."""
     runs = []
 
     def forward(ctx, x, w):

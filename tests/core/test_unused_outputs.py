@@ -44,7 +44,7 @@ def two(save: str, mode: str = "backward") -> Any:
     return Two.apply
 
 
-def by_hand(save: str) -> Any:
+def hand_written(save: str) -> Any:
     """A custom_vjp of what `two` computes, whose fwd calls it, so that the rule holds at every order."""
 
     @jax.custom_vjp
@@ -109,7 +109,7 @@ def test_derivatives_of_a_program_without_the_output(order, used, save):
         return jax.jit(loss)(x), jax.jit(jax.vmap(loss, 1))(np.stack([2 * x, x], 1))
 
     with jax.enable_x64(True):  # in float32 the third derivatives differ by their rounding
-        for ours, expected in zip(derived(two(save)), derived(by_hand(save)), strict=True):
+        for ours, expected in zip(derived(two(save)), derived(hand_written(save)), strict=True):
             np.testing.assert_allclose(ours, expected, rtol=1e-6)
 
 
@@ -131,7 +131,7 @@ def replayed(f: Any, used: list[bool], *args: Any) -> Any:
 def test_derivatives_of_a_jaxpr_without_the_output(save, mode):
     for i in (0, 1):
         used = [i == 0, i == 1]
-        ours, expected = replayed(two(save, mode), used, X), by_hand(save)
+        ours, expected = replayed(two(save, mode), used, X), hand_written(save)
 
         def second(f):
             return jax.grad(lambda x: jnp.sum(jnp.sin(jax.grad(lambda x: jnp.sum(f(x) ** 2))(x))))(X)
@@ -169,7 +169,7 @@ def test_an_output_that_is_dropped_and_saved_only_under_other_flags():
 @row("E1b")
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("saveable", [True, False])
-def test_a_policy_does_not_keep_an_output_that_is_not_used(saveable, mode):
+def test_a_policy_does_not_save_an_output_that_is_not_used(saveable, mode):
     policy = jax.checkpoint_policies.everything_saveable if saveable else jax.checkpoint_policies.nothing_saveable
 
     def residual_bytes(f):
@@ -177,4 +177,4 @@ def test_a_policy_does_not_keep_an_output_that_is_not_used(saveable, mode):
         return sum(leaf.nbytes for leaf in jax.tree.leaves(pull))
 
     ours = residual_bytes(two("first", mode))
-    assert ours == residual_bytes(by_hand("first")) == 4000
+    assert ours == residual_bytes(hand_written("first")) == 4000

@@ -31,7 +31,7 @@ def with_rules(mode: str, save: str, value: Any, slope: Any, push: Any, pull: An
 
     Args:
       mode: which rules it has.
-      save: what it saves, of which `slope` is made in `backward`, or which is the slope.
+      save: what it saves, from which `backward` computes `slope`, or which is the slope.
       value: the outputs, of the arguments.
       slope: what the rules need, of arguments and outputs.
       push: tangents from arguments, slope and tangents.
@@ -47,7 +47,7 @@ def with_rules(mode: str, save: str, value: Any, slope: Any, push: Any, pull: An
         elif save == "intermediate":
             ctx.save_for_backward(*args, *slope(args, leaves))
         elif save == "attribute":
-            ctx.slope = {"kept": slope(args, leaves)}
+            ctx.slope = {"stored": slope(args, leaves)}
         ctx.num_args = len(args)
         return outputs
 
@@ -55,7 +55,7 @@ def with_rules(mode: str, save: str, value: Any, slope: Any, push: Any, pull: An
         saved = ctx.saved_tensors
         args, others = saved[: ctx.num_args], saved[ctx.num_args :]
         if save == "attribute":
-            return args, ctx.slope["kept"]
+            return args, ctx.slope["stored"]
         if save == "intermediate":
             return args, others
         if save == "output":
@@ -116,7 +116,7 @@ FUNCTIONS = {"sine": sine, "hard_sine": hard_sine, "pair": pair, "product": prod
 
 
 def operands(name: str, in_axis: int, batch: int = BATCH) -> tuple[jax.Array, ...]:
-    """The mapped argument, with the batch where it is told, and the unbatched one."""
+    """The mapped argument, with the batch at the axis that is passed, and the unbatched one."""
     x = jnp.sin(1.0 + 0.7 * jnp.arange(batch * ROWS * COLUMNS, dtype=jnp.float32)).reshape(batch, ROWS, COLUMNS)
     w = jnp.cos(0.3 * jnp.arange(COLUMNS * WIDTH, dtype=jnp.float32)).reshape(COLUMNS, WIDTH)
     x = jnp.moveaxis(x, 0, in_axis)
@@ -131,7 +131,7 @@ def mapped(name: str, f: Any, in_axis: int, out_axis: int, of_second: int = 1) -
 
 
 def chosen(f):
-    """In a branch that the last argument chooses, which has no batch; the other one has the same types."""
+    """Runs the function in a branch that the last, unbatched argument chooses; the other branch has equal types."""
 
     def outer(*args):
         zeros = lambda *args: jax.tree.map(jnp.zeros_like, f(*args))  # noqa: E731
@@ -145,13 +145,13 @@ AROUND = CONTEXTS | {"cond by w": chosen}
 
 
 def loss_of(f):
-    """A number that tells every place of every output from the others."""
+    """A number that differs if entries of the outputs are exchanged."""
 
     def loss(*args):
         total = jnp.float32(0)
         for y in jax.tree.leaves(f(*args)):
-            places = jnp.arange(1, y.size + 1, dtype=jnp.float32).reshape(y.shape) / max(y.size, 1)
-            total += jnp.sum(jnp.sin(0.5 * y) * places)
+            positions = jnp.arange(1, y.size + 1, dtype=jnp.float32).reshape(y.shape) / max(y.size, 1)
+            total += jnp.sum(jnp.sin(0.5 * y) * positions)
         return total
 
     return loss
@@ -208,7 +208,7 @@ def both_orders(name, f, inside, outside, pairs, has_forward, batch=BATCH):
 
 @functools.cache
 def expected_of(name, kind, pairs, has_forward, batch):
-    """What is put around plain operations makes no difference."""
+    """The plain function without its wrapper: wrappers of plain operations make no difference."""
     reference = FUNCTIONS[name]("reverse", kind)[1]
     return both_orders(name, reference, "eager", "eager", pairs, has_forward, batch)
 
@@ -242,7 +242,7 @@ FIRST_PAIRS, OTHER_PAIRS = ((1, 0), (2, 1), (0, -1)), ((2, -1), (-1, 0))
     ],
     ids=str,
 )
-def test_axes_inside_and_outside_of_other_transformations(name, mode, save, inside, outside, pairs):
+def test_axes_inside_and_outside_other_transformations(name, mode, save, inside, outside, pairs):
     check(name, mode, save, inside, outside, pairs)
 
 
@@ -336,7 +336,7 @@ def test_vmap_of_vmap_along_different_axes(name, mode, save, inside, outside, ou
 
 
 def computing_otherwise(has_jvp):
-    """Where something is differentiated, forward computes its outputs by other operations, with the batch elsewhere."""
+    """A forward that uses other operations if something is differentiated, with the batch at another axis."""
 
     def forward(ctx, x, w):
         if any(ctx.needs_input_grad):
@@ -414,7 +414,7 @@ def constant(x, w):
 
 
 def weighed(f):
-    """A number that tells the entries of `f(x, w)` from each other."""
+    """A number that differs if entries of `f(x, w)` are exchanged."""
     return lambda x, w: jnp.sum(jnp.sin(f(x, w)) * WEIGHTS)
 
 
@@ -448,7 +448,7 @@ PER_ELEMENT = {
 def test_a_rule_that_gives_a_mapped_input_a_derivative_of_an_output_without_the_batch(
     function, context, derivative, in_axes
 ):
-    """That of each element, under one vmap or two; by hand JAX adds the cotangents up, or raises."""
+    """That of each element, under one vmap or two; for a hand-written rule JAX adds the cotangents up, or raises."""
     x, w = jnp.sin(jnp.arange(ROWS * COLUMNS * 2.0 ** len(in_axes))), jnp.float32(0.3)
     sizes = [ROWS, COLUMNS]
     for axis in reversed(in_axes):
@@ -548,7 +548,7 @@ def jitted_pullback(loss):
 
 
 def evaluated(loss):
-    """The same function, by its jaxpr."""
+    """Evaluates the function by its jaxpr."""
 
     def function(x, u):
         program = jax.make_jaxpr(loss)(x, u)
@@ -608,7 +608,7 @@ INTERLEAVED = {
     ],
 )
 def test_the_cotangent_of_an_output_without_the_batch_counts_once(function, derivative, context):
-    """By hand it counts for each element on JAX 0.10.0, and 0.12.0 raises."""
+    """A hand-written rule counts it for each element on JAX 0.10.0, and 0.12.0 raises."""
     xs, u = jnp.array([0.1, 0.2, 0.3, 0.5]), jnp.float32(0.7)
 
     def of(f):

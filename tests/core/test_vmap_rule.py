@@ -42,7 +42,7 @@ class Other(jaxfn.Function):
 
 
 class Plain(Other):
-    """The same without a rule: batched automatically."""
+    """The Function without a rule: batched automatically."""
 
     vmap = jaxfn.Function.vmap
 
@@ -73,7 +73,7 @@ def recording(log: list[Any], returned: Any = None, forward: Any = lambda *args:
 
 @row("E3")
 @pytest.mark.parametrize("context", ["eager", "jit", "checkpoint"])
-def test_is_used_in_place_of_automatic_batching(context):
+def test_is_used_instead_of_automatic_batching(context):
     wrap = CONTEXTS[context]
     np.testing.assert_allclose(wrap(jax.vmap(Other.apply))(ROWS), 2 * jnp.sin(ROWS), rtol=1e-6)
     np.testing.assert_allclose(jax.vmap(wrap(Other.apply))(ROWS), 2 * jnp.sin(ROWS), rtol=1e-6)
@@ -214,7 +214,7 @@ def test_out_dims():
 
 
 @row("E3")
-def test_outputs_that_are_no_arrays():
+def test_outputs_that_are_not_arrays():
     class Named(jaxfn.Function):
         @staticmethod
         def forward(x):
@@ -413,7 +413,7 @@ def test_needs_the_separate_style():
 
 
 @row("E4")
-def test_generate_vmap_rule_alone_is_automatic_batching_and_beside_a_vmap_an_error():
+def test_generate_vmap_rule_alone_is_automatic_batching_and_with_a_vmap_an_error():
     class Generated(Plain):
         generate_vmap_rule = True
 
@@ -430,12 +430,12 @@ def test_generate_vmap_rule_alone_is_automatic_batching_and_beside_a_vmap_an_err
             f(ROWS[:, 0])
 
 
-# --- beside torch
+# --- compared with torch
 
 
 @row("E3")
-def test_beside_torch():
-    """What the rule gets, how often, and what comes out, by torch.vmap and torch.func.grad live."""
+def test_matches_torch():
+    """Compares what the rule gets, how often, and the results, with torch.vmap and torch.func.grad run live."""
     torch = pytest.importorskip("torch")
 
     def define(library: Any, m: Any, log: list[Any]) -> Any:

@@ -51,7 +51,7 @@ def test_the_tangents_of_a_custom_vjp_may_be_batched():
 
 
 @pytest.mark.xfail(strict=True, reason="JAX 0.10.0 to 0.12.0")
-def test_a_primitive_may_have_a_linearization_of_its_own():
+def test_a_primitive_may_have_a_separate_linearization():
     """Otherwise `_compat._OwningPrimitive.bind` linearizes, where JAX would trace the JVP rule to a jaxpr first."""
     assert hasattr(ad, "primitive_linearizations")
 

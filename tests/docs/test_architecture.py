@@ -31,7 +31,6 @@ LAYERS = [
     ("jaxfn._torch.convert",),
     ("jaxfn._torch",),
     ("jaxfn._gradcheck.problem", "jaxfn._gradcheck.report", "jaxfn._inspection.reports"),
-    ("jaxfn._gradcheck.numbers",),
     ("jaxfn._gradcheck", "jaxfn._inspection", "jaxfn._kernelcheck", "jaxfn._parity"),
     ("jaxfn",),
 ]
@@ -44,7 +43,7 @@ def layer_of(module):
 
 
 def file_of(name):
-    """The module that a dotted name stands for, or lies in."""
+    """The module that a dotted name denotes, or that contains it."""
     while name:
         for module in (name, f"{name}.__init__"):
             if module in MODULES:
@@ -89,7 +88,7 @@ def test_names_that_jax_and_torch_do_not_promise_are_reached_in_two_modules():
 
 
 def test_one_name_is_one_class():
-    """Rows and entries of reports, and the sides that they compare, are the same thing in each."""
+    """Rows and entries of reports, and the implementations that they compare, have equal meanings in each."""
     classes = [
         node.name.lstrip("_")
         for path in MODULES.values()

@@ -66,6 +66,8 @@ WRONG = {
     ("check", "functions:square", "--shape", "3", "--dtype", "int32"): "int32 is not a floating-point or complex dtype",
     ("parity", "functions:square", "--shape", "3"): "either a reference or --oracle",
     ("parity", "functions:square", "--oracle", "missing.npz"): "no file missing.npz",
+    ("parity", "functions:number", "--oracle", "missing.npz"): "number is a float, expected a function",
+    ("parity", "functions:square", "functions:number", "--shape", "3"): "number is a float, expected a function",
     (): "required: command",
     ("dance",): "invalid choice",
 }
@@ -92,5 +94,5 @@ def test_parity_and_explain(folder):
     right = run(folder, "parity", "functions:square", "torch:square", "--shape", "3")
     assert right.returncode == 0 and "paritycheck" in right.stdout, right.stderr
     assert run(folder, "parity", "functions:wrong", "torch:square", "--shape", "3").returncode == 1
-    refused = run(folder, "explain", "torch:square", "--shape", "3")
-    assert refused.returncode == 2 and "explain takes a torch Function" in refused.stderr
+    failed = run(folder, "explain", "torch:square", "--shape", "3")
+    assert failed.returncode == 2 and "explain takes a torch Function" in failed.stderr

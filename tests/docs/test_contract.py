@@ -34,12 +34,12 @@ ROWS = rows_in(PROMISED)
 
 @functools.cache
 def rows_of_all_tests():
-    """See `marked_rows`."""
+    """The `marked_rows` of all test files."""
     modules = [marked_rows(path.read_text()) for path in (ROOT / "tests").rglob("test_*.py")]
     return tuple(set().union(*rows) for rows in zip(*modules, strict=True))
 
 
-def test_rows_are_found_and_each_stands_once():
+def test_rows_are_found_and_each_occurs_once():
     assert rows_in("- **B7** a row\n  **C1** not one\n- **D5b** another\n- **Bold** no row") == ["B7", "D5b"]
     everywhere = ROWS + rows_in(NOT_THERE_YET)
     assert len(everywhere) == len(set(everywhere))
@@ -58,5 +58,5 @@ def test_each_row_has_a_test():
 
 
 def test_marks_name_rows():
-    """What is tested is promised, and no longer among what is not there yet."""
+    """Tested rows are promised, and no longer listed as missing."""
     assert sorted(rows_of_all_tests()[0].difference(ROWS)) == []

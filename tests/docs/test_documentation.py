@@ -73,8 +73,9 @@ def programs() -> Iterator[Any]:
 @pytest.mark.parametrize("program", list(programs()))
 def test_examples_on_pages(program, capsys):
     """`print(...)  # expected` lines are checked."""
-    if re.search(r"^import .*\btorch\b", program, re.MULTILINE):
-        pytest.importorskip("torch")
+    imports = "".join(re.findall(r"^(?:import|from) .*\n", program, re.MULTILINE))
+    for package in re.findall(r"\b(torch|flax|equinox)\b", imports):  # not among the extra requirements of tests
+        pytest.importorskip(package)
     exec(compile(program, "page.py", "exec"), {"__name__": "page"})
     expected = re.findall(r"^print\(.*\)  # (.*)$", program, re.MULTILINE)
     assert capsys.readouterr().out.split("\n")[:-1] == expected
@@ -86,8 +87,8 @@ def test_readme_is_one_page_with_examples_and_commands():
     assert "examples/digits.py" in readme and "pytest" in readme
 
 
-def test_links_of_the_files_beside_README_lead_somewhere():
-    """Those of the site's pages are checked where it is built."""
+def test_links_of_the_files_next_to_README_resolve():
+    """Links of the site's pages are checked where it is built."""
     for page in ROOT.glob("*.md"):
         for link in re.findall(r"\]\(([^)#:]+)\)", page.read_text()):
             assert (ROOT / link).exists(), f"{page.name}: {link}"

@@ -13,7 +13,7 @@ spec.loader.exec_module(error_gallery)
 
 
 def test_the_gallery_is_current():
-    """`python docs/scripts/error_gallery.py` writes it anew."""
+    """`python docs/scripts/error_gallery.py` writes it again."""
     page = error_gallery.PAGE.read_text()
     assert error_gallery.gallery(page) == page
 
@@ -27,7 +27,7 @@ def test_messages_are_written_and_replaced():
     assert error_gallery.gallery(written.replace("missing", "lacking")) == written
 
 
-def test_a_program_that_raises_nothing_is_told_of():
+def test_a_program_that_raises_nothing_is_reported():
     with pytest.raises(AssertionError, match="raises nothing"):
         error_gallery.gallery("```python\nx = 1\n```\n")
 

@@ -84,9 +84,9 @@ def test_digits_gives_its_buffers_away(digits):
     assert not data.train_images.is_deleted()
 
 
-def test_digits_relu_keeps_only_its_mask(digits):
+def test_digits_relu_saves_only_its_mask(digits):
     _, vjp = jax.vjp(digits.ReLU.apply, jnp.array([-1.0, 2.0]))
-    assert [kept.dtype for kept in jax.tree.leaves(vjp)] == [bool]
+    assert [residual.dtype for residual in jax.tree.leaves(vjp)] == [bool]
 
 
 def test_decorator():
@@ -165,7 +165,7 @@ def test_digits_trains_as_well_with_bfloat16_residuals(digits):
     assert exact.accuracy > 0.9
     assert abs(results.accuracy - exact.accuracy) <= 0.01
     assert results.compilations == 1
-    assert 1e-6 < results.gradient_difference < 1e-2  # the hooks were really in force
+    assert 1e-6 < results.gradient_difference < 1e-2  # the hooks were really active
 
 
 @slow
@@ -215,7 +215,7 @@ def test_residual_hooks():
 
 @slow
 def test_sharded_training():
-    """`main` asserts the numbers of one device, and the collectives of a custom_vjp by hand."""
+    """`main` asserts the numbers of one device, and the collectives of a hand-written custom_vjp."""
     example = load("sharded_training")
     results = example.main(steps=8)
     assert results.differences.keys() == {"jit, Auto axes", "jit, Explicit axes", "shard_map"}
@@ -245,12 +245,12 @@ SMALLER = {
 
 @slow
 @pytest.mark.parametrize("name", SMALLER)
-def test_a_kernel_is_what_plain_JAX_is_and_keeps_less(name):
+def test_a_kernel_matches_plain_JAX_and_saves_less(name):
     """`main` asserts what else it claims: that no array has the size of the logits or scores, and what is needed."""
     results = load_kernel(name).main(**SMALLER[name])
     assert results.differences.keys() == {"jit", "vmap", "shard_map"}
     assert 0 < max(results.differences.values()) < 1e-4
-    assert results.kept < results.kept_by_plain / 2
+    assert results.saved < results.saved_by_plain / 2
 
 
 def test_host_routine():
@@ -268,7 +268,7 @@ def test_a_layer_of_nnx():
 
 def test_a_layer_of_equinox():
     results = load("equinox_layer").main()
-    assert results.kept == 192 and results.difference < 1e-6 and results.last_loss < 1e-6
+    assert results.saved_bytes == 192 and results.difference < 1e-6 and results.last_loss < 1e-6
 
 
 @slow

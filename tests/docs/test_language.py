@@ -1,12 +1,21 @@
-"""The code and the pages use the field's own terms (JAX's; torch's where user code meets torch's protocol)."""
+"""Code, tests and pages use the field's own terms (JAX's; torch's where user code meets torch's protocol)."""
 
 import ast
 import re
+import tokenize
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 PAGES = [*(ROOT / "docs").glob("*.md"), *ROOT.glob("*.md")]
-CODE = [path for folder in ("jaxfn",) for path in (ROOT / folder).rglob("*.py")]
+CODE = [*(ROOT / "jaxfn").rglob("*.py")]
+# This file quotes the terms. The other exceptions use old terms still: remove each with its last term.
+_EXCEPTIONS = re.compile(r"tests/(kernelcheck/|inspection/|parity/test_paritycheck|docs/test_language\.py)")
+TESTS = [
+    path
+    for folder in ("tests", "docs/scripts")
+    for path in (ROOT / folder).rglob("*.py")
+    if not _EXCEPTIONS.match(path.relative_to(ROOT).as_posix())
+]
 
 # Home-made terms, and the ones to write instead.
 HOME_MADE = {
@@ -42,6 +51,11 @@ HOME_MADE = {
     r"likewise": "name the object again",
     r"(?<!there )(?<!There )\b(?:is|are) no (?!longer|more\b)": "is not a",
     r"inside of|outside of": "inside, outside",
+    r"kept(?! for backward)": "saved, residual, stored, cached, captured",
+    r"(?<!in )(?<!in-)(?<!last )(?<!decimal )\bplaces?\b(?! of\b)": "index, position, location",
+    r"(?:is|are|was|were|been) given|as given|given (?:by|to|as)": "passed, received; args, operands, cotangents",
+    r"(?:is|are|was|were|been) made(?! to\b)|made (?:by|of|from|again|here|inside)": "created, computed, built",
+    r"(?:\bthe same)(?: of\b| by\b|[.,;:)])": "name the object again",
 }
 # Quotations of torch, names of APIs, and numbers of bits in a format.
 QUOTED = re.compile(r"`[^`\n]*`|\"by hand\"")
@@ -49,11 +63,14 @@ QUOTED = re.compile(r"`[^`\n]*`|\"by hand\"")
 OPENINGS = re.compile(r"(What|Of|That which|The same|Those|How|For|By|Which|As|In|Likewise|Where|If|To|With|See)\b")
 
 
+DOCUMENTED = ast.Module | ast.ClassDef | ast.FunctionDef
+
+
 def prose(path: Path) -> list[tuple[int, str]]:
-    """Returns the lines of a page without code blocks, or the comments and strings of a module, with their numbers."""
+    """Returns the lines of a page without code blocks, or all lines of a module, with their numbers."""
     lines = path.read_text().splitlines()
     if path.suffix == ".py":
-        return [(number, line) for number, line in enumerate(lines, 1)]
+        return list(enumerate(lines, 1))
     found, is_code = [], False
     for number, line in enumerate(lines, 1):
         if line.startswith("```"):
@@ -63,12 +80,26 @@ def prose(path: Path) -> list[tuple[int, str]]:
     return found
 
 
+def prose_of_tests(path: Path) -> list[tuple[int, str]]:
+    """Returns comments, docstrings and the names of functions and classes: strings may quote messages and torch."""
+    with tokenize.open(path) as file:
+        tokens = list(tokenize.generate_tokens(file.readline))
+    found = [(token.start[0], token.string) for token in tokens if token.type == tokenize.COMMENT]
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, DOCUMENTED):
+            if not isinstance(node, ast.Module):
+                found.append((node.lineno, node.name.replace("_", " ")))
+            if doc := ast.get_docstring(node, clean=False):
+                found.extend(enumerate(doc.splitlines(), node.body[0].lineno))
+    return found
+
+
 def test_no_home_made_terms():
     patterns = {re.compile(rf"\b(?:{term})\b" if term[0] != "(" else rf"{term}", re.I): term for term in HOME_MADE}
     found = [
         f"{path.relative_to(ROOT)}:{number}: {match[0]!r}: write {HOME_MADE[term]}"
-        for path in [*CODE, *PAGES]
-        for number, line in prose(path)
+        for path, lines in [*((p, prose(p)) for p in (*CODE, *PAGES)), *((p, prose_of_tests(p)) for p in TESTS)]
+        for number, line in lines
         for pattern, term in patterns.items()
         if (match := pattern.search(QUOTED.sub("", line)))
     ]
@@ -79,10 +110,8 @@ def test_docstrings_open_with_a_verb_or_a_noun():
     """A docstring stands alone: it does not continue the name."""
     found = [
         f"{path.relative_to(ROOT)}:{getattr(node, 'lineno', 1)}: {doc.splitlines()[0]}"
-        for path in CODE
+        for path in (*CODE, *TESTS)
         for node in ast.walk(ast.parse(path.read_text()))
-        if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef))
-        and (doc := ast.get_docstring(node))
-        and OPENINGS.match(doc)
+        if isinstance(node, DOCUMENTED) and (doc := ast.get_docstring(node)) and OPENINGS.match(doc)
     ]
     assert not found, "\n" + "\n".join(found)

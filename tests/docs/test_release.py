@@ -1,4 +1,4 @@
-"""What is published: the extras, the version, and the words about it."""
+"""The published package: its extras, its version, and the words about it."""
 
 import ast
 import re
@@ -50,7 +50,7 @@ def test_the_first_command_needs_only_the_small_extra():
     assert imported(ROOT / "examples" / "digits.py") <= required("examples")
 
 
-def test_the_version_stands_in_one_place():
+def test_the_version_is_in_one_file():
     assert PROJECT["dynamic"] == ["version"]
     assert "version:" not in (ROOT / "CITATION.cff").read_text().replace("cff-version:", "")
     newest = re.search(r"^## (\S+)", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)[1]

@@ -1,4 +1,4 @@
-"""What editors show, and what a user's own annotations say. That pyright accepts them is a matter of CI's types."""
+"""Signatures that editors show, and users' annotations. The types part of CI checks that pyright accepts them."""
 
 import importlib
 import inspect
@@ -51,7 +51,7 @@ def test_a_setup_context_that_is_registered_later():
 
 
 @row("L3")
-def test_a_class_without_a_forward_of_its_own():
+def test_a_class_that_inherits_forward():
     class Base(jaxfn.Function):
         pass
 
@@ -81,4 +81,4 @@ def test_jit_knows_the_arguments_by_their_names():
 
     assert jax.jit(Scale.apply, static_argnames="scale")(jnp.ones(3), 2.0).sum() == 6
     assert jax.jit(Scale.apply, static_argnames="scale")(jnp.ones(3), scale=2.0).sum() == 6
-    assert set(static) == {True}  # once or twice: JAX may keep the first trace
+    assert set(static) == {True}  # once or twice: JAX may cache the first trace

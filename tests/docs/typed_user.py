@@ -13,7 +13,7 @@ from jaxfn import FunctionCtx
 
 
 class Scale(jaxfn.Function):
-    """With a ctx."""
+    """A Function with a ctx."""
 
     @staticmethod
     def forward(ctx: FunctionCtx, x: jax.Array, scale: float, offset: float = 0.0) -> jax.Array:
@@ -29,7 +29,7 @@ class Scale(jaxfn.Function):
 
 
 class Named(jaxfn.Function):
-    """With a ctx of another name."""
+    """A Function whose ctx has another name."""
 
     @staticmethod
     def forward(context: FunctionCtx, x: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -41,7 +41,7 @@ class Named(jaxfn.Function):
 
 
 class Square(jaxfn.Function):
-    """In separate style, with a forward mode and a batching rule."""
+    """A Function in separate style, with a forward mode and a batching rule."""
 
     @staticmethod
     def forward(x: jax.Array) -> jax.Array:
@@ -68,7 +68,7 @@ class Square(jaxfn.Function):
 
 @jaxfn.function
 def cube(ctx: FunctionCtx, x: jax.Array) -> jax.Array:
-    """By a decorator."""
+    """A function with rules, by a decorator."""
     ctx.save_for_backward(x=x)
     return x**3
 

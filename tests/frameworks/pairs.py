@@ -1,4 +1,4 @@
-"""A Function and the same rule as a `jax.custom_vjp` by hand, which every framework's test puts into the same modules.
+"""A Function and its rule as a hand-written `jax.custom_vjp`, which the tests of all frameworks use in equal modules.
 
 The gradients are three times too large, so that a rule that got lost shows.
 """
@@ -10,7 +10,7 @@ import jaxfn
 
 
 class Dense(jaxfn.Function):
-    """x @ w, with gradients of its own."""
+    """x @ w, with three times the true gradients."""
 
     @staticmethod
     def forward(ctx, x, w):
@@ -24,7 +24,7 @@ class Dense(jaxfn.Function):
 
 
 class DenseOfDict(jaxfn.Function):
-    """The same, of parameters in a dict."""
+    """A `Dense` of parameters in a dict."""
 
     @staticmethod
     def forward(ctx, x, parameters):
@@ -38,13 +38,13 @@ class DenseOfDict(jaxfn.Function):
 
 
 @jax.custom_vjp
-def dense_by_hand(x, w):
+def hand_written_dense(x, w):
     return x @ w
 
 
-dense_by_hand.defvjp(
+hand_written_dense.defvjp(
     lambda x, w: (x @ w, (x, w)),
-    lambda kept, ct: (3 * ct @ kept[1].T, 3 * kept[0].T @ ct),
+    lambda residuals, ct: (3 * ct @ residuals[1].T, 3 * residuals[0].T @ ct),
 )
 
 INPUTS = jax.random.normal(jax.random.key(1), (5, 4))

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import jaxfn
-from tests.frameworks.pairs import INPUTS, Dense, DenseOfDict, dense_by_hand, loss_of
+from tests.frameworks.pairs import INPUTS, Dense, DenseOfDict, hand_written_dense, loss_of
 from tests.support.marks import cells, row
 
 eqx = pytest.importorskip("equinox")
@@ -62,7 +62,7 @@ def test_gradients_inside_a_module(op, program, wrapping):
     differentiate = WRAPPINGS[wrapping](eqx.filter_value_and_grad(PROGRAMS[program]))
     w = jax.random.normal(jax.random.key(0), (4, 4))
     value, gradients = differentiate(Layer(w, OPS[op]), INPUTS)
-    wanted, wanted_gradients = differentiate(Layer(w, dense_by_hand), INPUTS)
+    wanted, wanted_gradients = differentiate(Layer(w, hand_written_dense), INPUTS)
     np.testing.assert_allclose(value, wanted, rtol=1e-6)
     np.testing.assert_allclose(gradients.w, wanted_gradients.w, rtol=1e-5)
     assert np.abs(gradients.w).max() > 0.1
@@ -98,7 +98,7 @@ def some_of_pair(g):
     }
 
 
-# The module that is made of a layer, how backward returns its gradient, and what of the layer has none.
+# The module built from a layer, how backward returns its gradient, and which leaves of the layer have none.
 GRADIENTS_OF_MODULES = {
     "module of gradients": (lambda layer: layer, lambda g: g, ()),
     "dict by attribute": (lambda layer: layer, lambda g: {"weight": g.weight, "bias": g.bias}, ()),
@@ -142,10 +142,10 @@ def calling(gradient):
 def test_the_gradient_of_a_module_may_be_what_equinox_returns(wrapping, kind):
     make, returned, without = GRADIENTS_OF_MODULES[kind]
     # The gradient by a module of which a layer is a part twice is that by the layer.
-    module, made = (linear(), make) if make is twice else (make(linear()), lambda m: m)
+    module, build = (linear(), make) if make is twice else (make(linear()), lambda m: m)
     apply = calling(returned)
-    got = WRAPPINGS[wrapping](eqx.filter_grad(lambda m, x: loss_of(apply(x, made(m)))))(module, INPUTS[0])
-    wanted = eqx.filter_grad(lambda m, x: loss_of(made(m)(x)))(module, INPUTS[0])
+    got = WRAPPINGS[wrapping](eqx.filter_grad(lambda m, x: loss_of(apply(x, build(m)))))(module, INPUTS[0])
+    wanted = eqx.filter_grad(lambda m, x: loss_of(build(m)(x)))(module, INPUTS[0])
     assert jax.tree.structure(got) == jax.tree.structure(wanted)
     for (path, gradient), expected in zip(jax.tree.leaves_with_path(got), jax.tree.leaves(wanted), strict=True):
         factor = 0 if jax.tree_util.keystr(path) in without else 3
@@ -156,7 +156,7 @@ def test_the_gradient_of_a_module_may_be_what_equinox_returns(wrapping, kind):
 def test_state_is_returned():
     """equinox's modules cannot be changed; their state comes back as a result, through a Function too.
 
-    It is marked non-differentiable, so that it has no batch where it is the same for all elements.
+    It is marked non-differentiable, so that it is not batched if it is equal for all elements.
     """
     norm, state = eqx.nn.make_with_state(eqx.nn.BatchNorm)(4, axis_name="batch", mode="batch")
 

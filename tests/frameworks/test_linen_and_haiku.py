@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import jaxfn
-from tests.frameworks.pairs import INPUTS, Dense, DenseOfDict, dense_by_hand, loss_of
+from tests.frameworks.pairs import INPUTS, Dense, DenseOfDict, hand_written_dense, loss_of
 from tests.support.marks import row
 
 OPS = {"array": Dense.apply, "dict": lambda x, w: DenseOfDict.apply(x, {"w": w})}
@@ -98,7 +98,7 @@ def test_linen(op, lift, wrap):
         return wrap(jax.grad(loss, argnums=(0, 1), has_aux=True))(variables["params"], INPUTS)
 
     got, state = gradients(OPS[op])
-    wanted, wanted_state = gradients(dense_by_hand)
+    wanted, wanted_state = gradients(hand_written_dense)
     assert_same_trees(got, wanted)
     assert_same_trees(state, wanted_state)
     assert all(np.abs(leaf).max() > 0 for leaf in jax.tree.leaves((got, state)))
@@ -127,14 +127,14 @@ def test_haiku(op, lift):
         return jax.jit(jax.grad(lambda p, x: loss_of(transformed.apply(p, x)), argnums=(0, 1)))(parameters, INPUTS)
 
     got = gradients(OPS[op])
-    assert_same_trees(got, gradients(dense_by_hand))
+    assert_same_trees(got, gradients(hand_written_dense))
     assert all(np.abs(leaf).max() > 0 for leaf in jax.tree.leaves(got))
 
 
 @row("L4")
 @pytest.mark.filterwarnings("ignore:Sharding info not provided")  # orbax's own advice
 def test_training_goes_on_from_a_checkpoint(tmp_path):
-    """By optax and orbax: five steps are two, a checkpoint, and three."""
+    """Trains with optax and orbax: five steps equal two, a checkpoint, and three."""
     optax = pytest.importorskip("optax")
     checkpoint = pytest.importorskip("orbax.checkpoint")
     optimizer = optax.adam(0.1)

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import jaxfn
-from tests.frameworks.pairs import INPUTS, Dense, DenseOfDict, dense_by_hand, loss_of
+from tests.frameworks.pairs import INPUTS, Dense, DenseOfDict, hand_written_dense, loss_of
 from tests.support.marks import cells, row
 
 nnx = pytest.importorskip("flax.nnx")
@@ -28,8 +28,8 @@ OPS = {
 }
 
 
-def by_hand(x, w):
-    return dense_by_hand(x, w[...])
+def hand_written(x, w):
+    return hand_written_dense(x, w[...])
 
 
 def loss(layer, x):
@@ -78,7 +78,7 @@ TREES = {"bare": lambda v: v, "dict": lambda v: {"w": v}, "list": lambda v: [(v,
 def test_gradients_inside_a_module(op, program, wrapping):
     differentiate = WRAPPINGS[wrapping](nnx.value_and_grad(PROGRAMS[program], argnums=(0, 1)))
     value, (of_layer, of_x) = differentiate(Layer(OPS[op], nnx.Rngs(0)), INPUTS)
-    wanted, (wanted_of_layer, wanted_of_x) = differentiate(Layer(by_hand, nnx.Rngs(0)), INPUTS)
+    wanted, (wanted_of_layer, wanted_of_x) = differentiate(Layer(hand_written, nnx.Rngs(0)), INPUTS)
     np.testing.assert_allclose(value, wanted, rtol=1e-6)
     np.testing.assert_allclose(of_x, wanted_of_x, rtol=1e-5)
     np.testing.assert_allclose(of_layer["w"][...], wanted_of_layer["w"][...], rtol=1e-5)
@@ -96,7 +96,7 @@ def test_layers_stacked_by_vmap_and_run_by_scan():
         return loss_of(run(x, layers))
 
     gradients = nnx.jit(nnx.grad(deep_loss))(stacked(OPS["variable in a dict"]), INPUTS)
-    wanted = nnx.grad(deep_loss)(stacked(by_hand), INPUTS)
+    wanted = nnx.grad(deep_loss)(stacked(hand_written), INPUTS)
     assert gradients["w"][...].shape == (3, 4, 4)
     np.testing.assert_allclose(gradients["w"][...], wanted["w"][...], rtol=1e-5)
 
@@ -146,12 +146,12 @@ def test_a_variable_that_holds_a_pytree(value, tree):
     class Same(jaxfn.Function):
         @staticmethod
         def forward(ctx, holder, x):
-            ctx.given = holder, x
+            ctx.stored = holder, x
             return plain(holder, x)
 
         @staticmethod
         def backward(ctx, grad_output):
-            return jax.vjp(plain, *ctx.given)[1](grad_output)
+            return jax.vjp(plain, *ctx.stored)[1](grad_output)
 
     def gradient(f):
         return jax.grad(lambda holder, x: loss_of(f(holder, x)), argnums=(0, 1))(TREES[tree](nnx.Param(value)), INPUTS)
@@ -161,7 +161,7 @@ def test_a_variable_that_holds_a_pytree(value, tree):
 
 
 class Product(jaxfn.Function):
-    """With a batching rule, and gradients that are three times too large."""
+    """A product with a batching rule, and gradients that are three times too large."""
 
     @staticmethod
     def forward(x, tree):
@@ -188,13 +188,13 @@ class Product(jaxfn.Function):
 
 @row("L4", "E3")
 @pytest.mark.parametrize("tree, axis", [("bare", 0), ("dict", 0), ("dict", 1), ("bare", None)])
-def test_a_batching_rule_is_told_the_axis_of_a_variable(tree, axis):
+def test_a_batching_rule_receives_the_axis_of_a_variable(tree, axis):
     x, w = jnp.arange(6.0).reshape(2, 3), jnp.arange(6.0).reshape(2, 3) + 1
-    given = {0: w.T, 1: w, None: w[:, 0]}[axis]
+    variable = {0: w.T, 1: w, None: w[:, 0]}[axis]
     product = jax.vmap(lambda x, w: Product.apply(x, TREES[tree](nnx.Param(w))), in_axes=(1, axis), out_axes=1)
     factor = w if axis is not None else w[:, :1]
-    np.testing.assert_allclose(product(x, given), x * factor)
-    gradient = jax.grad(lambda x: jnp.sum(jnp.sin(product(x, given))))(x)
+    np.testing.assert_allclose(product(x, variable), x * factor)
+    gradient = jax.grad(lambda x: jnp.sum(jnp.sin(product(x, variable))))(x)
     np.testing.assert_allclose(gradient, 3 * factor * jnp.cos(x * factor), rtol=1e-5)
 
 
@@ -255,7 +255,7 @@ def grad_by_x(f):
         (RunsModuleWithBatchingRule, batch_norm, "", "bare", grad_by_x),
     ],
 )
-def test_state_that_forward_changes_is_refused(function, make, changed, tree, surround):
+def test_state_that_forward_changes_raises(function, make, changed, tree, surround):
     run = surround(lambda module, x: function.apply(x, TREES[tree](module)).sum())
     with pytest.raises(
         NotImplementedError, match=rf"{function.__name__}\.forward changed input 1 \('tree'\)"
@@ -304,7 +304,7 @@ class Block(nnx.Module):
 
 
 def without(names, *, of):
-    """Returns a nested dict without one entry, and otherwise the same."""
+    """Returns a nested dict without one entry."""
     name, *rest = names
     return {k: without(rest, of=v) if k == name else v for k, v in of.items() if rest or k != name}
 

@@ -17,7 +17,7 @@ from tests.support.libraries import Jax, assert_derivatives_as_torch, assert_sam
 from tests.support.marks import row  # noqa: E402
 
 pytestmark = [
-    pytest.mark.skipif(torch.__version__ < (2, 13), reason="refused, by a test in test_versions.py"),
+    pytest.mark.skipif(torch.__version__ < (2, 13), reason="raises, by a test in test_versions.py"),
     pytest.mark.filterwarnings("ignore:.*an autograd kernel was not registered"),
     pytest.mark.usefixtures("double_precision"),
 ]
@@ -119,9 +119,9 @@ def save_list(ctx: Any, inputs: Any, output: Any) -> None:
 
 
 def of_list_backward(ctx: Any, gradients: Any) -> Any:
-    kept = zip(gradients, ctx.saved_tensors, ctx.scales, strict=True)
+    triples = zip(gradients, ctx.saved_tensors, ctx.scales, strict=True)
     flags = ctx.needs_input_grad[0]
-    return [g * 100 * x**2 * s if flag else None for (g, x, s), flag in zip(kept, flags, strict=True)], None
+    return [g * 100 * x**2 * s if flag else None for (g, x, s), flag in zip(triples, flags, strict=True)], None
 
 
 of_list.register_autograd(of_list_backward, setup_context=save_list)
@@ -167,23 +167,25 @@ LIBRARY.impl("overloaded", lambda x: x.sin(), "CPU")
 LIBRARY.impl("overloaded.scaled", lambda x, scale: x.sin() * scale, "CPU")
 torch.library.register_autograd("jaxfn_test_ops::overloaded", lambda ctx, gradient: gradient * 50, lib=LIBRARY)
 
-LIBRARY.define("own_autograd(Tensor x) -> Tensor")
-LIBRARY.impl("own_autograd", lambda x: x.sin(), "CPU")
+LIBRARY.define("registered_autograd(Tensor x) -> Tensor")
+LIBRARY.impl("registered_autograd", lambda x: x.sin(), "CPU")
 
 
-class OwnAutograd(torch.autograd.Function):
+class RegisteredAutograd(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x):
         ctx.save_for_backward(x)
         with torch._C._AutoDispatchBelowAutograd():
-            return OPS.own_autograd(x)
+            return OPS.registered_autograd(x)
 
     @staticmethod
     def backward(ctx, gradient):
         return gradient * 1000 * ctx.saved_tensors[0] ** 2
 
 
-LIBRARY.impl("own_autograd", lambda x: OwnAutograd.apply(x) if x.requires_grad else x.detach().sin(), "Autograd")
+LIBRARY.impl(
+    "registered_autograd", lambda x: RegisteredAutograd.apply(x) if x.requires_grad else x.detach().sin(), "Autograd"
+)
 
 
 def gradient_inside(f, x, w):
@@ -232,7 +234,7 @@ CODE = {
     "keyword": ("module", lambda x, w: OPS.keyword(x, scale=3.0) * w + OPS.keyword(w)),
     "without autograd": ("function", lambda x, w: OPS.without_autograd(x) * w),
     "overloads": ("Function", lambda x, w: OPS.overloaded(x) * OPS.overloaded(w, 2.0)),
-    "an autograd of its own": ("module", lambda x, w: OPS.own_autograd(x) * w),
+    "a registered autograd": ("module", lambda x, w: OPS.registered_autograd(x) * w),
     "operations in backward": ("Function", lambda x, w: gradient_by_operations(x * w) * w),
     "detached": ("function", lambda x, w: steep(x).detach() * w + steep(x.detach()) * x),
     "gradients inside": ("module", lambda x, w: gradient_inside(steep, x, w)),
@@ -311,12 +313,12 @@ def test_under_vmap(name):
     ],
     ids=["operation", "packet", "overload", "name"],
 )
-def test_a_jax_function_keeps_the_registered_backward(op, kind):
+def test_a_jax_function_uses_the_registered_backward(op, kind):
     assert_derivatives_as_torch(*KINDS[kind](lambda x, w: for_numpy(x) * w, {op: jnp.sin}), ARGS)
 
 
 @row("H14")
-def test_a_jax_function_in_the_place_of_one_that_could_be_traced():
+def test_a_jax_function_instead_of_one_that_could_be_traced():
     def code(x, w):
         return several(x, w)[0] * masked(w, 2.0)
 
@@ -363,7 +365,7 @@ def test_without_a_registered_backward_there_is_no_derivative():
 
 
 @row("H14")
-def test_a_draw_is_the_same_in_backward():
+def test_a_draw_is_repeated_in_backward():
     @operation("noisy")
     def noisy(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         mask = torch.rand_like(x) > 0.5
@@ -382,7 +384,7 @@ def test_a_draw_is_the_same_in_backward():
         f(x)
 
 
-# --- Refusals.
+# --- What is not supported.
 
 
 @torch.library.custom_op("jaxfn_test_ops::mutating", mutates_args=("out",))
@@ -418,7 +420,7 @@ def test_operations_that_mutate_arguments(kind, code, message):
 
 LIBRARY.define("for_gpus(Tensor x) -> Tensor")
 LIBRARY.impl("for_gpus", lambda x: x.sin(), "CPU")
-LIBRARY.impl("for_gpus", lambda x: OwnAutograd.apply(x), "AutogradCUDA")
+LIBRARY.impl("for_gpus", lambda x: RegisteredAutograd.apply(x), "AutogradCUDA")
 
 
 @row("H14")
@@ -431,7 +433,7 @@ def test_a_backward_for_gpus_alone(ops):
 @row("H14")
 @pytest.mark.parametrize("inside", [False, True])
 def test_operations_that_others_call(inside):
-    """In code of a library, where no mode of torch's functions is on."""
+    """Library code calls them, without a mode for torch's functions."""
     kind = "calling" if inside else "calling_composite"
     LIBRARY.define(f"{kind}(Tensor x) -> Tensor")
     LIBRARY.impl(kind, lambda x: steep(x) * 2, "CPU" if inside else "CompositeImplicitAutograd")

@@ -10,7 +10,7 @@ from tests.support.beside_torch import assert_same_as_torch
 from tests.support.marks import row
 
 torch = pytest.importorskip("torch")
-# torch's own forward mode compiles something of its own with it.
+# torch's own forward mode compiles something else with it.
 pytestmark = pytest.mark.filterwarnings("ignore:.*torch.jit.script")
 forward_ad = torch.autograd.forward_ad
 

@@ -1,4 +1,4 @@
-"""Rows H1-H5, H8-H10: torch Functions taken over by `from_torch`, beside the very same classes in torch."""
+"""Rows H1-H5, H8-H10: torch Functions converted by `from_torch`, compared with those classes in torch."""
 
 from __future__ import annotations
 
@@ -26,15 +26,15 @@ from tests.support.torch_functions import CASES, Exp  # noqa: E402
 def of_arrays(function: Any, args: tuple[Any, ...]) -> tuple[Any, list[np.ndarray]]:
     """A function of the arrays among a Function's arguments, and those."""
     leaves, tree = jax.tree.flatten(args, is_leaf=lambda leaf: leaf is None)
-    places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, np.ndarray)]
+    indices = [i for i, leaf in enumerate(leaves) if isinstance(leaf, np.ndarray)]
 
     def call(*arrays):
         filled = list(leaves)
-        for place, array in zip(places, arrays, strict=True):
-            filled[place] = array
+        for index, array in zip(indices, arrays, strict=True):
+            filled[index] = array
         return function.apply(*jax.tree.unflatten(tree, filled))
 
-    return call, [leaves[i] for i in places]
+    return call, [leaves[i] for i in indices]
 
 
 @row("H1")
@@ -64,7 +64,7 @@ def test_outputs_and_derivatives_are_those_of_torch(library: Any, name: str):
     ["LinearFunction", "MaskedReLU", "Triangle", "Softmax", "AppliesAnother", "PickLogits"],
 )
 def test_under_vmap_and_scan(name: str):
-    """A batch of calls, of their gradients too, is the same as one call after another."""
+    """A batch of calls, of their gradients too, equals one call after another."""
     call, arrays = of_arrays(jaxfn.from_torch(CASES[name].function), CASES[name].args)
     argnums = [i for i, x in enumerate(arrays) if x.dtype.kind == "f"]
     gradient = jax.grad(lambda *xs: (call(*xs) ** 2).sum(), argnums)
@@ -79,7 +79,7 @@ def test_under_vmap_and_scan(name: str):
 
 
 @row("H1")
-def test_is_a_Function_with_the_same_name_and_parameters():
+def test_is_a_Function_with_torchs_name_and_parameters():
     Linear = jaxfn.from_torch(CASES["LinearFunction"].function)
     assert issubclass(Linear, jaxfn.Function)
     assert (Linear.__name__, Linear.__doc__) == ("LinearFunction", CASES["LinearFunction"].function.__doc__)
@@ -95,7 +95,7 @@ def test_is_a_Function_with_the_same_name_and_parameters():
 
 @row("H1")
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int32", "complex64"])
-def test_dtypes_are_kept(dtype: str):
+def test_dtypes_are_preserved(dtype: str):
     x = jnp.arange(3).astype(dtype)
     result = jaxfn.from_torch(CASES["MulConstant"].function).apply(x, 2)
     assert result.dtype == dtype
@@ -103,7 +103,7 @@ def test_dtypes_are_kept(dtype: str):
 
 
 @row("H1")
-def test_second_derivatives_use_all_flags_in_force():
+def test_second_derivatives_use_all_active_flags():
     """d²/dxdw of (x·w)² is 4xw at the second order, also where backward looks at needs_input_grad."""
     Linear = jaxfn.from_torch(CASES["LinearFunction"].function)
 
@@ -140,7 +140,7 @@ def test_torch_code_runs_once_for_a_shape():
     gradient(jnp.ones(4))
     gradient(jnp.ones(4, "float32"))
     assert runs == ["forward", "backward"] * 3
-    power(jnp.ones(4), 2.0)  # torch tells 2.0 from 2
+    power(jnp.ones(4), 2.0)  # torch distinguishes 2.0 from 2
     assert runs == ["forward", "backward"] * 3 + ["forward"]
 
 
@@ -190,7 +190,7 @@ def test_checkpoint():
 
 
 @row("H2")
-def test_writes_outside_are_refused():
+def test_writes_outside_raise():
     module = torch.nn.BatchNorm1d(2)
     Normalizes = jaxfn.from_torch(function_of(lambda x: module(x)))
     with pytest.raises(jaxfn.TranslationError, match="mutates an external tensor"):
@@ -356,7 +356,7 @@ def multiply_two_selections(x):
     ],
     ids=["returned", "multiplied"],
 )
-def test_selections_that_are_not_written_back_by_their_mask_are_refused(code: Any, message: str):
+def test_selections_that_are_not_written_back_by_their_mask_raise(code: Any, message: str):
     with pytest.raises(jaxfn.TranslationError, match=message):
         jaxfn.from_torch(function_of(code)).apply(jnp.ones(2))
 
@@ -422,7 +422,7 @@ class UsesKernel(torch.autograd.Function):
 
 
 @row("H4")
-@pytest.mark.skipif(torch.__version__ < (2, 13), reason="refused before torch is asked, by a test in test_versions.py")
+@pytest.mark.skipif(torch.__version__ < (2, 13), reason="raises before torch is called, by a test in test_versions.py")
 def test_all_operations_without_a_translation_at_once():
     def many(x):
         y = double(x)
@@ -437,7 +437,7 @@ def test_all_operations_without_a_translation_at_once():
 
 
 @row("H4")
-@pytest.mark.skipif(torch.__version__ < (2, 13), reason="refused before torch is asked, by a test in test_versions.py")
+@pytest.mark.skipif(torch.__version__ < (2, 13), reason="raises before torch is called, by a test in test_versions.py")
 def test_the_rest_is_unaffected():
     F = jaxfn.from_torch(UsesOperations, ops={double: lambda x: x * 2})
     assert_same([F.apply(jnp.ones(3))], [np.full(3, 2.0)])
@@ -480,7 +480,7 @@ REPLACED = {
 @row("H9")
 @pytest.mark.parametrize("name", REPLACED)
 def test_a_replacement_is_called(name: str):
-    """Here `x + 7`, in the place of relu in forward or of a custom operation, whose backward is replaced too."""
+    """Here `x + 7`, instead of relu in forward or of a custom operation, whose backward is replaced too."""
     function = UsesOperations if "custom" in name else function_of(lambda x: torch.relu(x))
     F = jaxfn.from_torch(function, ops={REPLACED[name]: lambda x: x + 7, shapeless: lambda g: g * 3})
     assert_same([F.apply(jnp.ones(3))], [np.full(3, 8.0)])
@@ -498,7 +498,7 @@ def test_a_replacement_is_called(name: str):
     ],
     ids=["sparse", "sparse rows", "pointer"],
 )
-def test_code_that_JAX_cannot_run_is_refused(code: Any, message: str):
+def test_code_that_JAX_cannot_run_raises(code: Any, message: str):
     with pytest.raises(jaxfn.TranslationError, match=message):
         jaxfn.from_torch(function_of(code)).apply(jnp.ones((2, 2), "float32"))
 
@@ -528,7 +528,7 @@ def test_one_key_one_draw():
     mask = np.asarray(F.apply(x, 0.5, key=key))
     assert set(mask) == {0.0, 2.0} and 25 < (mask > 0).sum() < 75
     step = jax.jit(lambda x, key: jax.value_and_grad(lambda x: F.apply(x, 0.5, key=key).sum())(x))
-    assert_same([step(x, key)[1]], [mask])  # the same draw, in backward too
+    assert_same([step(x, key)[1]], [mask])  # an equal draw, in backward too
     assert not np.array_equal(step(x, jax.random.key(1))[1], mask)
     assert step._cache_size() == 1
     keys = jax.random.split(key, 5)
@@ -604,7 +604,7 @@ def test_draws_have_their_distribution(code: Any, at: float, mean: float, deviat
     ],
     ids=["seed", "generator", "numpy"],
 )
-def test_draws_that_no_key_decides_are_refused(code: Any, message: str):
+def test_draws_that_no_key_decides_raise(code: Any, message: str):
     with pytest.raises(jaxfn.TranslationError, match=message):
         jaxfn.from_torch(function_of(code)).apply(jnp.ones(3), key=jax.random.key(0))
 
@@ -689,13 +689,13 @@ def test_torch_is_optional():
 
 @row("H1")
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated")
-def test_an_instance_of_a_function_is_no_function():
+def test_an_instance_of_a_function_is_not_a_function():
     with pytest.raises(TypeError, match="Pass its class, and pass the arguments of __init__ to apply"):
         jaxfn.from_torch(function_of(torch.sin)())
 
 
 class ChecksDtype(torch.autograd.Function):
-    """As published code does that has only seen labels of 64 bits."""
+    """Checks for int64 labels, as published code does."""
 
     @staticmethod
     def forward(ctx, scores, target):
@@ -717,14 +717,14 @@ def test_int32_labels_where_the_code_itself_asks_for_int64():
     x = torch.tensor(scores, requires_grad=True)
     value = ChecksDtype.apply(x, torch.tensor(target).long())
     (gradient,) = torch.autograd.grad(value, x)
-    adopted = jaxfn.from_torch(ChecksDtype).apply
+    converted = jaxfn.from_torch(ChecksDtype).apply
     in_a_function = jaxfn.from_torch(lambda x, t: ChecksDtype.apply(x, t))
-    for call in (adopted, in_a_function, jax.jit(adopted)):
+    for call in (converted, in_a_function, jax.jit(converted)):
         ours, slopes = jax.value_and_grad(call)(scores, target)
         np.testing.assert_allclose(ours, value.detach(), rtol=1e-6)
         np.testing.assert_allclose(slopes, gradient, rtol=1e-5, atol=1e-7)
     with pytest.raises(TypeError, match="int64"):
-        adopted(scores, target.astype(np.int16))
+        converted(scores, target.astype(np.int16))
 
 
 @row("H2")

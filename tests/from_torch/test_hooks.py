@@ -1,4 +1,4 @@
-"""Contract rows I1 to I4: hooks of tensors beside torch's, what backward writes, and refused hooks of modules."""
+"""Contract rows I1 to I4: hooks of tensors next to torch's, what backward writes, and unsupported hooks of modules."""
 
 import functools
 
@@ -35,16 +35,16 @@ def with_hooks():
     return Net(with_hook_of_a_tensor, first=nn.Sequential(linear(), hooked))
 
 
-def made(make):
+def build(make):
     torch.manual_seed(0)
     return make().double()
 
 
-def of_torch(make, args, places, order):
-    """Gradients, or those of the sum of their cubes, by all parameters and by the arguments at these places."""
-    module = made(make)
+def of_torch(make, args, argnums, order):
+    """Gradients, or those of the sum of their cubes, by all parameters and by the arguments at these positions."""
+    module = build(make)
     tensors = [torch.tensor(x) for x in args]
-    sought = [*module.parameters(), *(tensors[i].requires_grad_() for i in places)]
+    sought = [*module.parameters(), *(tensors[i].requires_grad_() for i in argnums)]
     output = module(*tensors)
     total = 0.05 * (output**2 * torch.arange(1, output.numel() + 1).reshape(output.shape)).sum()
     gradients = torch.autograd.grad(total, sought, create_graph=order == 2, materialize_grads=True)
@@ -53,22 +53,22 @@ def of_torch(make, args, places, order):
     return [g.detach().numpy() for g in gradients]
 
 
-def of_jax(make, args, places, order, wrap=jax.jit):
-    net = jaxfn.from_torch(made(make))
+def of_jax(make, args, argnums, order, wrap=jax.jit):
+    net = jaxfn.from_torch(build(make))
     buffers = net.buffers
 
     def total(parameters, sought):
-        given = [sought.get(i, x) for i, x in enumerate(args)]
-        output = net.apply(parameters, buffers, *given)[0]
+        all_args = [sought.get(i, x) for i, x in enumerate(args)]
+        output = net.apply(parameters, buffers, *all_args)[0]
         return 0.05 * (output**2 * jnp.arange(1, output.size + 1).reshape(output.shape)).sum()
 
     gradient = jax.grad(wrap(total), (0, 1))
     if order == 2:
         first = gradient
         gradient = jax.grad(lambda *x: sum((g**3).sum() for g in jax.tree.leaves(first(*x))), (0, 1))
-    of_parameters, of_arguments = jax.jit(gradient)(net.parameters, {i: jnp.asarray(args[i]) for i in places})
+    of_parameters, of_arguments = jax.jit(gradient)(net.parameters, {i: jnp.asarray(args[i]) for i in argnums})
     names = [name for name, _ in net.torch_module.named_parameters()]
-    return [*(of_parameters[name] for name in names), *(of_arguments[i] for i in places)]
+    return [*(of_parameters[name] for name in names), *(of_arguments[i] for i in argnums)]
 
 
 def assert_same(ours, theirs):
@@ -79,16 +79,16 @@ def assert_same(ours, theirs):
 
 
 @row("I2", "I3")
-@pytest.mark.parametrize("places", [[0], []], ids=["by x too", "by parameters"])
+@pytest.mark.parametrize("argnums", [[0], []], ids=["by x too", "by parameters"])
 @pytest.mark.parametrize("order, wrap", [(1, jax.jit), (2, jax.jit), (2, jax.checkpoint)])
-def test_hooks_of_a_tensor_and_of_a_parameter(order, wrap, places):
-    assert_same(of_jax(with_hooks, [X], places, order, wrap), of_torch(with_hooks, [X], places, order))
+def test_hooks_of_a_tensor_and_of_a_parameter(order, wrap, argnums):
+    assert_same(of_jax(with_hooks, [X], argnums, order, wrap), of_torch(with_hooks, [X], argnums, order))
 
 
 @row("I2")
 def test_hooks_under_vmap_and_scan():
     """A hook sees the gradient of one example, as torch's does in a loop."""
-    net = jaxfn.from_torch(made(with_hooks))
+    net = jaxfn.from_torch(build(with_hooks))
     parameters, rows = net.parameters, np.stack([X, Y, X * Y])
 
     def gradient(x):
@@ -98,7 +98,7 @@ def test_hooks_under_vmap_and_scan():
     expected = jax.tree.map(lambda *g: jnp.stack(g), *one_by_one)
     by_vmap = jax.jit(jax.vmap(gradient, 1))(rows.swapaxes(0, 1))
     _, by_scan = jax.jit(lambda rows: jax.lax.scan(lambda c, x: (c, gradient(x)), None, rows))(rows)
-    module = made(with_hooks)
+    module = build(with_hooks)
     theirs = torch.autograd.grad((module(torch.tensor(Y)) ** 3).sum(), [*module.parameters()])
     names = [name for name, _ in module.named_parameters()]
     assert_same([one_by_one[1][0][name] for name in names], [g.numpy() for g in theirs])
@@ -133,15 +133,15 @@ def looks(module, *gradients):
 @cells(
     "method, when",
     [
-        ("register_full_backward_hook", "before adoption"),
+        ("register_full_backward_hook", "before conversion"),
         ("register_full_backward_pre_hook", "after a call"),
-        ("register_backward_hook", "before adoption"),
+        ("register_backward_hook", "before conversion"),
         ("register_module_full_backward_hook", "after a call"),
-        ("register_module_full_backward_pre_hook", "before adoption"),
+        ("register_module_full_backward_pre_hook", "before conversion"),
         ("register_module_backward_hook", "after a call"),
     ],
 )
-def test_backward_hooks_of_modules_are_refused_by_name(method, when, monkeypatch):
+def test_backward_hooks_of_modules_raise_by_name(method, when, monkeypatch):
     monkeypatch.setattr(nn.modules.module, "_global_is_full_backward_hook", None)  # of which torch has one alone
     is_of_all = method.startswith("register_module")
     module = nn.Sequential(linear(), nn.Tanh()).double()
@@ -150,7 +150,7 @@ def test_backward_hooks_of_modules_are_refused_by_name(method, when, monkeypatch
         net(X)
     register = getattr(nn.modules.module if is_of_all else module[1], method)
     handle = register(functools.partial(looks))
-    if when == "before adoption":
+    if when == "before conversion":
         net = jaxfn.from_torch(module)
     owner = r"the module \(Sequential\)" if is_of_all else r"1 \(Tanh\)"
     try:
@@ -165,15 +165,15 @@ def test_backward_hooks_of_modules_are_refused_by_name(method, when, monkeypatch
     np.testing.assert_allclose(net(X), expected)
 
 
-KEPT = []
+STORED = []
 
 
-def keeps(net, gradient):
-    KEPT.append(gradient.norm())
+def stores(net, gradient):
+    STORED.append(gradient.norm())
 
 
 def asks(net, gradient):
-    KEPT.append(gradient.norm().item())
+    STORED.append(gradient.norm().item())
 
 
 def counts(net, gradient):
@@ -242,7 +242,7 @@ def of_function(hook):
 @pytest.mark.parametrize(
     "kind, hook, message",
     [
-        (of_tensor, keeps, "backward keeps a tensor.*jax.grad return them"),
+        (of_tensor, stores, "backward stores a tensor.*jax.grad return them"),
         (of_tensor, asks, r"`.item\(\)`"),
         (of_tensor, counts, r"backward mutates the attribute count of the module \(Net\).*lost"),
         (of_tensor, sets, r"backward mutates the attribute seen of part \(Tanh\).*lost"),
@@ -256,7 +256,7 @@ def of_function(hook):
         (of_function, trains, "backward mutates w.*lost"),
     ],
 )
-def test_what_backward_keeps_or_writes_is_refused_where_it_is_differentiated(kind, hook, message):
+def test_what_backward_stores_or_writes_raises_where_it_is_differentiated(kind, hook, message):
     module = stateful(kind(hook))
     net = jaxfn.from_torch(module)
     before = {name: id(x) for name, x in vars(module).items()}
@@ -265,8 +265,8 @@ def test_what_backward_keeps_or_writes_is_refused_where_it_is_differentiated(kin
         jax.jit(jax.grad(lambda p: net.apply(p, net.buffers, X)[0].sum()))(net.parameters)
     assert {name: id(x) for name, x in vars(module).items()} == before and not hasattr(module.part, "seen")
     assert module.count == 0 and (module.mean == 1).all() and not module.log and module.w.grad is None
-    assert all(type(x) is torch.Tensor for x in KEPT)
-    KEPT.clear()
+    assert all(type(x) is torch.Tensor for x in STORED)
+    STORED.clear()
 
 
 def written(is_before, called):
@@ -336,8 +336,8 @@ USES_ITS_RESULT = {
 
 @row("I2", "I3")
 @cells("name", ["tanh", "softmax", "std"], USES_ITS_RESULT)
-def test_second_derivatives_that_use_a_tensor_beside_its_hook_are_refused(name):
-    """torch has them: through the `y` in tanh's `g * (1 - y * y)` they go by the hook of `y` once more."""
+def test_second_derivatives_that_bypass_the_hook_of_a_tensor_raise(name):
+    """torch has them: through the `y` in tanh's `g * (1 - y * y)` they pass the hook of `y` again."""
     make = USES_ITS_RESULT[name]
     first, _ = both_orders(make)
     of_jax = jax.grad(jaxfn.from_torch(squared_where(make)))

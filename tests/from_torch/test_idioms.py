@@ -1,4 +1,4 @@
-"""Row H2: idioms of published torch Functions that a trace could get wrong, beside torch on the same numbers."""
+"""Row H2: idioms of published torch Functions that a trace could get wrong, compared with torch on equal numbers."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ from tests.support.torch_code import function_of  # noqa: E402
 X = np.random.default_rng(0).standard_normal(5).astype(np.float32)
 
 
-# --- A graph of autograd's that forward keeps for backward to go through.
+# --- A graph of autograd's that forward stores for backward to differentiate.
 
 
-def keeping_graph(code: Any, by_backward: bool = False) -> Any:
-    class KeepsGraph(torch.autograd.Function):
+def storing_graph(code: Any, by_backward: bool = False) -> Any:
+    class StoresGraph(torch.autograd.Function):
         @staticmethod
         def forward(ctx, x):
             with torch.enable_grad():
@@ -41,11 +41,11 @@ def keeping_graph(code: Any, by_backward: bool = False) -> Any:
                 return ctx.x.grad
             return torch.autograd.grad(ctx.y, ctx.x, grad_output)[0]
 
-    return KeepsGraph
+    return StoresGraph
 
 
 class SavedGraph(torch.autograd.Function):
-    """The same by saved tensors, of a mix of what has a graph and what has none."""
+    """A graph stored in saved tensors, next to tensors without a graph."""
 
     @staticmethod
     def forward(ctx, x):
@@ -63,16 +63,16 @@ class SavedGraph(torch.autograd.Function):
 
 
 @row("H2")
-def test_second_derivative_through_a_kept_graph():
-    function = jaxfn.from_torch(keeping_graph(lambda x: x**3))
+def test_second_derivative_through_a_stored_graph():
+    function = jaxfn.from_torch(storing_graph(lambda x: x**3))
     second = jax.vmap(jax.grad(jax.grad(function.apply)))(X)
     np.testing.assert_allclose(second, 6 * X, rtol=1e-5)
 
 
 @row("H5")
-def test_a_kept_graph_with_random_numbers_is_refused():
-    noisy = keeping_graph(lambda x: x * torch.rand_like(x))
-    with pytest.raises(jaxfn.TranslationError, match="KeepsGraph.forward draws random .* stores .* graph on ctx"):
+def test_a_stored_graph_with_random_numbers_raises():
+    noisy = storing_graph(lambda x: x * torch.rand_like(x))
+    with pytest.raises(jaxfn.TranslationError, match="StoresGraph.forward draws random .* stores .* graph on ctx"):
         jaxfn.from_torch(noisy).apply(X, key=jax.random.key(0))
 
 
@@ -127,7 +127,7 @@ class RollBack(torch.autograd.Function):
 
 
 class Applies(torch.autograd.Function):
-    """Applies another Function, and has the same backward."""
+    """Applies another Function, and has an equal backward."""
 
     @staticmethod
     def forward(ctx, x, function):
@@ -183,7 +183,7 @@ def test_a_backward_that_applies_itself(function: Any):
 @row("H8")
 @pytest.mark.parametrize("derivatives", [0, 2])
 def test_a_backward_that_applies_itself_is_traced_once_for_each_derivative(derivatives: int):
-    """And once more in advance. Traced until Python's recursion limit, it crashed the interpreter."""
+    """Applies itself again in advance. Traced until Python's recursion limit, it crashed the interpreter."""
     traces = []
 
     class CountedFlip(torch.autograd.Function):
@@ -224,8 +224,8 @@ def test_a_backward_that_applies_itself_and_uses_parameters():
     assert_layer_as_torch(layers[0])
 
 
-class ChangesWhatItKept(torch.autograd.Function):
-    """Writes to what the call in its backward keeps, which that call's own backward finds in torch."""
+class ChangesWhatItStored(torch.autograd.Function):
+    """Writes to what the call in its backward stores, which that call's own backward reads in torch."""
 
     @staticmethod
     def forward(ctx, x, scale):
@@ -235,23 +235,23 @@ class ChangesWhatItKept(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad_output):
         scale = ctx.scale.clone()
-        gradient = ChangesWhatItKept.apply(grad_output, scale)
+        gradient = ChangesWhatItStored.apply(grad_output, scale)
         scale.mul_(2)
         return gradient, None
 
 
 @row("H8")
 @pytest.mark.usefixtures("double_precision")
-def test_a_backward_that_applies_itself_and_writes_to_what_that_call_keeps():
-    """The first derivative is right. The second is twice as large in torch, and refused."""
+def test_a_backward_that_applies_itself_and_writes_to_what_that_call_stores():
+    """The first derivative is right. The second is twice as large in torch, and raises."""
 
     def cubed(x: Any, scale: Any) -> Any:
-        return (ChangesWhatItKept.apply(x, scale) ** 3).sum()
+        return (ChangesWhatItStored.apply(x, scale) ** 3).sum()
 
     function = jaxfn.from_torch(cubed)
     first = jax.grad(lambda x: function(x, 3.0 + jnp.zeros(5)))
     np.testing.assert_allclose(first(jnp.ones(5)), np.full(5, 81.0))
-    with pytest.raises(jaxfn.TranslationError, match="input 1 of the call in ChangesWhatItKept"):
+    with pytest.raises(jaxfn.TranslationError, match="input 1 of the call in ChangesWhatItStored"):
         jax.grad(lambda x: first(x).sum())(jnp.ones(5))
 
 
@@ -287,7 +287,7 @@ def test_a_backward_that_draws_while_another_thread_traces_it():
         np.testing.assert_array_equal(other.result(60), drawn)
 
 
-# --- Numbers written in the code, and tensors from outside.
+# --- Numbers written in the code, and external tensors.
 
 
 class Literal(torch.autograd.Function):
@@ -344,7 +344,7 @@ WEIGHT = torch.nn.Parameter(torch.tensor([1.0, 2.0, 3.0, 4.0, 5.0]))
 
 
 @row("H3")
-def test_a_number_in_the_code_is_not_a_value_from_outside():
+def test_a_number_in_the_code_is_not_an_external_value():
     traces = []
     function = jaxfn.from_torch(function_of(lambda x: traces.append(1) or x * torch.tensor(2).item()))
     for _ in range(3):
@@ -430,7 +430,7 @@ def dirty(x):
     return leaf, Tripled.apply(inner) * inner
 
 
-class AsksWhetherToKeepTheGraph(torch.autograd.Function):
+class PassesCreateGraph(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x):
         assert not torch.is_grad_enabled()
@@ -447,17 +447,17 @@ class AsksWhetherToKeepTheGraph(torch.autograd.Function):
 @row("H2")
 def test_a_backward_that_asks_whether_it_is_differentiated():
     x = torch.tensor(X, requires_grad=True)
-    (gradient,) = torch.autograd.grad(AsksWhetherToKeepTheGraph.apply(x).sum(), x, create_graph=True)
+    (gradient,) = torch.autograd.grad(PassesCreateGraph.apply(x).sum(), x, create_graph=True)
     (expected,) = torch.autograd.grad(gradient.sum(), x)
-    function = jaxfn.from_torch(AsksWhetherToKeepTheGraph)
+    function = jaxfn.from_torch(PassesCreateGraph)
     np.testing.assert_allclose(jax.vmap(jax.grad(jax.grad(function.apply)))(X), expected, rtol=1e-5)
     assert torch.is_grad_enabled()
 
 
 IDIOMS = {
-    "a kept graph, by grad": keeping_graph(lambda x: x**3),
-    "a kept graph, by backward": keeping_graph(lambda x: x**3, by_backward=True),
-    "a kept graph of fake quantization": keeping_graph(
+    "a stored graph, by grad": storing_graph(lambda x: x**3),
+    "a stored graph, by backward": storing_graph(lambda x: x**3, by_backward=True),
+    "a stored graph of fake quantization": storing_graph(
         lambda x: torch.fake_quantize_per_tensor_affine(x, 0.3, 0, -2, 1) * x
     ),
     "a saved graph": SavedGraph,
@@ -470,7 +470,7 @@ IDIOMS = {
     "numbers in the code": Literal,
     "what requires a gradient": Asks,
     "what was written to requires a gradient": WritesAndAsks,
-    "whether backward is differentiated": AsksWhetherToKeepTheGraph,
+    "whether backward is differentiated": PassesCreateGraph,
 }
 
 
@@ -498,7 +498,7 @@ def test_values_and_gradients_are_those_of_torch(name: str):
         np.testing.assert_allclose(ours, gradient.numpy(), rtol=1e-5, atol=1e-6)
 
 
-# --- Half precision and whole numbers.
+# --- Half precision and integers.
 
 
 HALF = {
@@ -532,7 +532,7 @@ def test_numbers_are_not_rounded_to_half_precision(name: str, dtype: str):
     ],
     ids=["full", "tensor", "plus"],
 )
-def test_numbers_of_64_bits_are_not_cut(code: Any):
+def test_int64_numbers_are_not_truncated(code: Any):
     long = function_of(lambda x: code(x) + 0 * x.long()[:1])
     with pytest.raises(jaxfn.TranslationError, match="needs 64 bits. Without .*jax_enable_x64"):
         jaxfn.from_torch(long).apply(X)
@@ -569,7 +569,7 @@ def test_a_replacement_for_what_is_in_no_module():
     ],
     ids=["storage", "CUDA array", "only on a GPU", "cond"],
 )
-def test_code_that_JAX_cannot_run_is_refused(code: Any, message: str):
+def test_code_that_JAX_cannot_run_raises(code: Any, message: str):
     with pytest.raises(jaxfn.TranslationError, match=message):
         jaxfn.from_torch(function_of(code)).apply(jnp.ones((2, 2)))
 
@@ -625,14 +625,14 @@ def copy_written_before_use(x):
 )
 @row("I2")
 @pytest.mark.usefixtures("few_objects")
-def test_data_that_is_saved_for_arguments_and_written_is_refused(code):
-    adopted = jaxfn.from_torch(code)
-    np.testing.assert_allclose(adopted(X), code(torch.tensor(X)), rtol=1e-6)
+def test_data_that_is_saved_for_arguments_and_written_raises(code):
+    converted = jaxfn.from_torch(code)
+    np.testing.assert_allclose(converted(X), code(torch.tensor(X)), rtol=1e-6)
     for transform in (lambda f: f, jax.jit):
         with pytest.raises(
             jaxfn.TranslationError, match=rf"(?s){code.__name__} mutates by `.data`.*in {code.__name__}"
         ):
-            transform(jax.grad(lambda x: adopted(x).sum()))(X)
+            transform(jax.grad(lambda x: converted(x).sum()))(X)
 
 
 @pytest.mark.parametrize("code", [unsaved_result_written, data_exchanged, copy_written_before_use])
@@ -640,5 +640,5 @@ def test_data_that_is_saved_for_arguments_and_written_is_refused(code):
 def test_data_that_is_not_saved_is_written(code):
     x = torch.tensor(X, requires_grad=True)
     (gradient,) = torch.autograd.grad(code(x).sum(), x)
-    adopted = jaxfn.from_torch(code)
-    np.testing.assert_allclose(jax.jit(jax.grad(lambda x: adopted(x).sum()))(X), gradient, rtol=1e-6)
+    converted = jaxfn.from_torch(code)
+    np.testing.assert_allclose(jax.jit(jax.grad(lambda x: converted(x).sum()))(X), gradient, rtol=1e-6)

@@ -56,7 +56,7 @@ WRAPS = ("x[:, i]", "x[i, i]", "x[:, one]", "take", "index_fill", "index_put", "
 
 
 def torch_result(function: Callable[..., Any], index: int) -> tuple[Any, Any]:
-    """Value and gradient by `x` of the sum; an exception in place of both."""
+    """Value and gradient by `x` of the sum; or an exception instead of both."""
     x = torch.tensor(X, requires_grad=True)
     value = function(x, torch.tensor([index]))
     (gradient,) = torch.autograd.grad(value.sum(), x)
@@ -72,26 +72,26 @@ def value_and_gradient(function: Callable[..., Any], x: Any, i: Any) -> tuple[An
 @pytest.mark.parametrize("name", [*READS, *WRITES])
 def test_indices_in_range_are_torchs(name):
     function = {**READS, **WRITES}[name]
-    adopted = jaxfn.from_torch(function)
-    compiled = jax.jit(lambda x, i: value_and_gradient(adopted, x, i))
+    converted = jaxfn.from_torch(function)
+    compiled = jax.jit(lambda x, i: value_and_gradient(converted, x, i))
     for index in (1, -2) if name in WRAPS else (0, 1):
         expected = torch_result(function, index)
         for got, want in zip(compiled(X, jnp.array([index])), expected, strict=True):
             np.testing.assert_allclose(got, want, rtol=1e-6, atol=1e-6)
-        np.testing.assert_allclose(adopted(X, jnp.array([index])), expected[0], rtol=1e-6, atol=1e-6)
+        np.testing.assert_allclose(converted(X, jnp.array([index])), expected[0], rtol=1e-6, atol=1e-6)
 
 
 @row("H13")
 @pytest.mark.parametrize("name", [*READS, *WRITES])
 def test_indices_out_of_range_are_never_another_element(name):
     function = {**READS, **WRITES}[name]
-    adopted = jaxfn.from_torch(function)
-    gradient = jax.grad(lambda x, i: adopted(x, i).sum())
-    compiled = jax.jit(lambda x, i: value_and_gradient(adopted, x, i))
+    converted = jaxfn.from_torch(function)
+    gradient = jax.grad(lambda x, i: converted(x, i).sum())
+    compiled = jax.jit(lambda x, i: value_and_gradient(converted, x, i))
     for index in (7, -9) if name in WRAPS else (7, -1):
         with pytest.raises((IndexError, RuntimeError)):
             torch_result(function, index)
-        for eager in (adopted, gradient):
+        for eager in (converted, gradient):
             with pytest.raises(IndexError, match=rf"index {index} is out of range for a dimension .*test_indices"):
                 eager(X, jnp.array([index]))
         value, slope = compiled(X, jnp.array([index]))
@@ -110,7 +110,7 @@ def test_integers_become_the_smallest_one(dtype):
 
 
 @row("H13")
-def test_ignored_labels_are_no_error_and_a_wrong_one_makes_the_mean_nan():
+def test_ignored_labels_do_not_raise_and_a_wrong_one_makes_the_mean_nan():
     def loss(x, labels):
         return F.cross_entropy(x, labels, ignore_index=-1, reduction="none") + F.cross_entropy(
             x, labels.where(labels >= 0, -100)
@@ -167,10 +167,10 @@ def test_a_function_that_is_applied_eagerly_raises_too():
 
 @row("H13")
 def test_replacements_of_the_user_see_the_indices_unchecked():
-    adopted = jaxfn.from_torch(
+    converted = jaxfn.from_torch(
         lambda x, i: F.embedding(i, x), ops={torch.ops.aten.embedding: lambda w, i, *_: jnp.take(w, i % 2, 0)}
     )
-    np.testing.assert_array_equal(adopted(X, jnp.array([5])), X[1:])
+    np.testing.assert_array_equal(converted(X, jnp.array([5])), X[1:])
 
 
 @row("H13")
@@ -180,21 +180,21 @@ def test_too_few_values_for_a_mask():
         y[mask] = values
         return y, x.masked_scatter(mask, values)
 
-    adopted = jaxfn.from_torch(spread)
+    converted = jaxfn.from_torch(spread)
     mask = X > 3.5
-    for got, want in zip(adopted(X, mask, X[0]), spread(*map(torch.tensor, (X, mask, X[0]))), strict=True):
+    for got, want in zip(converted(X, mask, X[0]), spread(*map(torch.tensor, (X, mask, X[0]))), strict=True):
         np.testing.assert_array_equal(got, want)
-    for got in adopted(X, mask, X[0, :2]):
+    for got in converted(X, mask, X[0, :2]):
         np.testing.assert_array_equal(got, [X[0], [1, 2.5, np.nan]])
 
 
 @row("H13")
 def test_repeats_that_are_not_the_output_size():
-    adopted = jaxfn.from_torch(lambda x, n: torch.repeat_interleave(x, n, output_size=4))
-    np.testing.assert_array_equal(adopted(X[0], jnp.array([1, 2, 1])), X[0][[0, 1, 1, 2]])
+    converted = jaxfn.from_torch(lambda x, n: torch.repeat_interleave(x, n, output_size=4))
+    np.testing.assert_array_equal(converted(X[0], jnp.array([1, 2, 1])), X[0][[0, 1, 1, 2]])
     with pytest.raises(IndexError):
-        adopted(X[0], jnp.array([1, 1, 1]))
-    assert np.isnan(jax.jit(adopted)(X[0], jnp.array([1, 2, 2]))).all()
+        converted(X[0], jnp.array([1, 1, 1]))
+    assert np.isnan(jax.jit(converted)(X[0], jnp.array([1, 2, 2]))).all()
 
 
 @row("H13")
@@ -202,9 +202,9 @@ def test_repeats_that_are_not_the_output_size():
 def test_padding_of_ctc_targets_may_be_anything():
     scores = torch.randn(5, 2, 3).log_softmax(-1)
     lengths = torch.tensor([5, 4]), torch.tensor([1, 2])
-    adopted = jaxfn.from_torch(lambda s, t: F.ctc_loss(s, t, *lengths, reduction="none"))
+    converted = jaxfn.from_torch(lambda s, t: F.ctc_loss(s, t, *lengths, reduction="none"))
     tidy, untidy = jnp.array([[1, 0], [2, 1]]), jnp.array([[1, -7], [2, 1]])
-    both = jax.jit(lambda s, t: value_and_gradient(adopted, s, t))
+    both = jax.jit(lambda s, t: value_and_gradient(converted, s, t))
     for got, want in zip(both(scores.numpy(), untidy), both(scores.numpy(), tidy), strict=True):
         np.testing.assert_array_equal(got, want)
     assert np.isnan(both(scores.numpy(), jnp.array([[3, 0], [2, 1]]))[0]).tolist() == [True, False]

@@ -1,4 +1,4 @@
-"""What `residuals` and `find_nan` say of torch code."""
+"""Reports of `residuals` and `find_nan` on torch code."""
 
 import inspect
 
@@ -36,7 +36,7 @@ def line_of_culprit():
 
 @row("K4", "H1")
 @pytest.mark.parametrize("around", [lambda f: f, jax.jit, jax.checkpoint])
-def test_the_line_of_torch_code_is_told(around):
+def test_the_line_of_torch_code_is_reported(around):
     f = around(jaxfn.from_torch(Root).apply)
     found = jaxfn.find_nan(jax.grad(lambda x, scale: f(x, scale).sum()), X, jnp.float32(2.0))
     assert (found.function, found.method, found.array, found.index) == ("Root", "backward", "gradient of x", (2,))
@@ -44,7 +44,7 @@ def test_the_line_of_torch_code_is_told(around):
 
 
 @row("K2", "H1")
-def test_residuals_of_an_adopted_function_have_its_name():
+def test_residuals_of_a_converted_function_have_its_name():
     ledger = jaxfn.residuals(jaxfn.from_torch(Root).apply, X, jnp.float32(2.0))
     assert {(r.function, r.name, r.kind) for r in ledger} == {
         ("Root", "saved_tensors[0]", "intermediate"),

@@ -45,7 +45,7 @@ def test_views_writes_and_masks(x64: bool) -> None:
 
 
 @row("H10")
-def test_the_code_that_is_shown_computes_the_same() -> None:
+def test_the_code_that_is_shown_computes_equal_values() -> None:
     class Writes(torch.autograd.Function):
         @staticmethod
         def forward(ctx: Any, x: Any, y: Any) -> Any:
@@ -81,7 +81,7 @@ def test_operations_whose_result_is_not_used_do_not_matter(unused: str) -> None:
 
 
 @row("H4")
-def test_a_decomposition_that_writes_to_memory_is_refused(monkeypatch: Any) -> None:
+def test_a_decomposition_that_writes_to_memory_raises(monkeypatch: Any) -> None:
     """None of torch 2.13 does; a graph that held such an operation would read the old value."""
 
     def decomposition(x: Any) -> Any:
@@ -105,7 +105,7 @@ READ_IN_MEMORY = {
         (2, 2, 2, 2), (y.stride(0), y.stride(1), y.stride(1), 1)
     ),
     "a part": lambda x: x[1:].as_strided((2, 2), (3, 2)),
-    "several elements in one place": lambda x: x[:1].expand(3, 4).as_strided((2, 3), (1, 1)) * 2,
+    "several elements at one index": lambda x: x[:1].expand(3, 4).as_strided((2, 3), (1, 1)) * 2,
     "a part of a constant": lambda x: x[0] + CONSTANT.as_strided((4,), (3,)),
     "nothing": lambda x: torch.cat([x.t().as_strided((0, 4), (1, 4), 7), x]),
     "written": lambda x: (y := x.t().clone()).as_strided((2, 2), (1, 4)).mul_(3) * y[0, 0],
@@ -128,7 +128,7 @@ def test_memory_around_a_tensor_is_not_read() -> None:
 @pytest.mark.parametrize("function", [torch.linalg.det, torch.logdet, lambda a: torch.linalg.solve(a, a[0] + 1).sum()])
 @pytest.mark.parametrize("transposed", [False, True])
 def test_factors_that_autograd_uses_again(function: Any, transposed: bool) -> None:
-    """What torch keeps of a factorization depends on how its argument lies in memory."""
+    """torch saves other parts of a factorization for other strides of its argument."""
 
     def slope(a: Any) -> Any:
         a = a.detach().requires_grad_()

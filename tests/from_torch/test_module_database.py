@@ -1,4 +1,4 @@
-"""Rows I1 and I2: every module of torch's own database of modules, adopted, beside torch on torch's own samples."""
+"""Rows I1 and I2: the modules of torch's own database, converted, compared with torch on torch's own samples."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ pytree: Any = torch.utils._pytree
 DATABASE = {info.name: info for info in torch_internal("common_modules").module_db}
 
 # Those whose operation has no translation.
-REFUSED = {"nn.Bilinear", "nn.FractionalMaxPool2d", "nn.FractionalMaxPool3d", "nn.MultiLabelMarginLoss"}
-NAMES = [name for name in DATABASE if name not in REFUSED]
-# Which samples of each module, from 0 (the first) to 1 (the last): each in one dtype, for a trace is the same in both.
-PLACES = {torch.float32: [0.5], torch.float64: [0.0, 1.0]}
+UNSUPPORTED = {"nn.Bilinear", "nn.FractionalMaxPool2d", "nn.FractionalMaxPool3d", "nn.MultiLabelMarginLoss"}
+NAMES = [name for name in DATABASE if name not in UNSUPPORTED]
+# Which samples of each module, from 0 (the first) to 1 (the last): each in one dtype, as both have equal traces.
+POSITIONS = {torch.float32: [0.5], torch.float64: [0.0, 1.0]}
 # Compiling takes most of the time, and these programs run once.
 QUICK = {"xla_backend_optimization_level": 0}
 
@@ -58,24 +58,24 @@ def sampled_inputs(info: Any, dtype: Any) -> Iterator[tuple[Any, bool]]:
     for modes in [(True,), (False,)] if info.train_and_eval_differ else [(True, False)]:
         torch.manual_seed(1)
         inputs = info.module_inputs_func(info, device="cpu", dtype=dtype, requires_grad=True, training=modes[0])
-        inputs = [given for given in inputs if given.forward_input is not None]
-        for i, place in enumerate(sorted({round(x * (len(inputs) - 1)) for x in PLACES[dtype]})):
-            yield inputs[place], modes[(i + (dtype is torch.float32)) % len(modes)]
+        inputs = [module_input for module_input in inputs if module_input.forward_input is not None]
+        for i, index in enumerate(sorted({round(x * (len(inputs) - 1)) for x in POSITIONS[dtype]})):
+            yield inputs[index], modes[(i + (dtype is torch.float32)) % len(modes)]
 
 
-def called_by_torch(info: Any, given: Any, training: bool, dtype: Any) -> Sample:
-    made = given.constructor_input
+def called_by_torch(info: Any, module_input: Any, training: bool, dtype: Any) -> Sample:
+    constructor = module_input.constructor_input
 
     def make() -> Any:
         torch.manual_seed(2)
-        return info.module_cls(*copied(made.args), **copied(made.kwargs)).to(dtype).train(training)
+        return info.module_cls(*copied(constructor.args), **copied(constructor.kwargs)).to(dtype).train(training)
 
     module, other = make(), make()
-    # Each a leaf of its own: some samples have one tensor in two places.
+    # Each is a separate leaf: some samples have one tensor twice.
     arguments = pytree.tree_map_only(
         torch.Tensor,
         lambda x: x.detach().clone().requires_grad_(x.requires_grad),
-        (given.forward_input.args, given.forward_input.kwargs),
+        (module_input.forward_input.args, module_input.forward_input.kwargs),
     )
     if any(isinstance(x, torch.nn.UninitializedParameter) for x in module.parameters()):
         with pytest.raises(jaxfn.TranslationError, match="Call the module once in torch first"):
@@ -103,13 +103,13 @@ def called_by_torch(info: Any, given: Any, training: bool, dtype: Any) -> Sample
 def called_by_jax(sample: Sample) -> tuple[Any, tuple[Any, ...]]:
     """A function for outputs, gradients and buffers, and its arguments."""
     net = jaxfn.from_torch(sample.module)
-    places = [any(x is y for y in sample.differentiated) for x in tensors(sample.arguments)]
+    are_inputs = [any(x is y for y in sample.differentiated) for x in tensors(sample.arguments)]
     arrays = [jnp.asarray(x.detach().numpy()) for x in tensors(sample.arguments)]
 
     def loss(parameters: Any, inputs: Any, buffers: Any, constants: Any) -> Any:
         values, others = iter(inputs), iter(constants)
-        given = iter([next(values if is_input else others) for is_input in places])
-        args, kwargs = pytree.tree_map_only(torch.Tensor, lambda _: next(given), sample.arguments)
+        arrays_in_order = iter([next(values if is_input else others) for is_input in are_inputs])
+        args, kwargs = pytree.tree_map_only(torch.Tensor, lambda _: next(arrays_in_order), sample.arguments)
         output, moved = net.apply(parameters, buffers, *args, **kwargs)
         leaves = jax.tree.leaves(output)
         terms = zip(leaves, sample.weights, sample.outputs, strict=True)
@@ -117,7 +117,7 @@ def called_by_jax(sample: Sample) -> tuple[Any, tuple[Any, ...]]:
         return jnp.real(total * 1.0), (leaves, moved)
 
     inputs, constants = (
-        [x for x, is_input in zip(arrays, places, strict=True) if is_input is kind] for kind in (True, False)
+        [x for x, is_input in zip(arrays, are_inputs, strict=True) if is_input is kind] for kind in (True, False)
     )
     return jax.grad(loss, (0, 1), has_aux=True), (net.parameters, inputs, net.buffers, constants)
 
@@ -147,9 +147,9 @@ def compare(sample: Sample, results: Any, tolerance: float, what: str) -> None:
 def check(name: str, dtype: Any) -> None:
     info = DATABASE[name]
     functions, operands, samples = [], [], []
-    for given, training in sampled_inputs(info, dtype):
-        what = f"{name} {given.desc} {'train' if training else 'eval'}"
-        sample = called_by_torch(info, given, training, dtype)
+    for module_input, training in sampled_inputs(info, dtype):
+        what = f"{name} {module_input.desc} {'train' if training else 'eval'}"
+        sample = called_by_torch(info, module_input, training, dtype)
         function, arguments = called_by_jax(sample)
         functions.append(function)
         operands.append(arguments)
@@ -182,4 +182,4 @@ def test_modules_in_double_precision(name: str) -> None:
 
 
 def test_those_listed_are_in_the_database() -> None:
-    assert {*REFUSED, *FIRST} <= set(DATABASE)
+    assert {*UNSUPPORTED, *FIRST} <= set(DATABASE)

@@ -1,4 +1,4 @@
-"""Contract rows I: whole modules and Python functions of tensors, beside torch on the same numbers."""
+"""Contract rows I: whole modules and Python functions of tensors, compared with torch on equal numbers."""
 
 import dataclasses
 import functools
@@ -64,7 +64,7 @@ def of_torch(module, args):
 
 
 def check(make, *args, train=True, jit=True, written=()):
-    """A module on JAX against another one, made the same way, in torch; what forward writes to is among the buffers."""
+    """Compares a module on JAX with an equal one in torch; buffers include what forward mutates."""
     module, others = (make().train(train) for _ in range(2))
     before = {name: x.clone() for name, x in module.state_dict().items()}
     net = jaxfn.from_torch(module)
@@ -72,8 +72,8 @@ def check(make, *args, train=True, jit=True, written=()):
     outputs, gradients, after = of_torch(others, args)
     differentiable = [o.requires_grad for o in outputs]
 
-    def loss(given, buffers):
-        parameters, among_buffers = given
+    def loss(differentiated, buffers):
+        parameters, among_buffers = differentiated
         output, buffers = net.apply(parameters, {**buffers, **among_buffers}, *arrays)
         leaves = jax.tree.leaves(output)
         terms = zip(leaves, weights_for(outputs), differentiable, strict=True)
@@ -221,7 +221,7 @@ def test_code_that_fails_whether_or_not_it_is_compiled(compiled, other, message)
 
 
 @row("H9", "I2")
-def test_another_attention_in_place_of_torchs():
+def test_another_attention_replaces_torchs():
     """A fused kernel, where the device has one."""
     used = []
 
@@ -328,7 +328,7 @@ def detached_and_written(module, x):
     return (y**2 * detached * row) @ module.w
 
 
-def data_exchanged_and_kept(module, x):
+def data_exchanged_and_stored(module, x):
     original = module.w.data
     module.w.data = module.w.data.sign()
     y = x @ module.w
@@ -412,12 +412,12 @@ def data_exchanged_and_written(module, x):
     return (x @ module.w) ** 2 * constant
 
 
-def whole_numbers_looked_at(module, x):
+def integers_read(module, x):
     ones = torch.ones_like((x @ module.w).argmax(-1))
     assert ones.all() and int(ones.new_full((5000,), 3).max()) == 3
-    places = torch.zeros_like(ones)
-    places[1] = 2
-    return (x @ module.w)[places]
+    indices = torch.zeros_like(ones)
+    indices[1] = 2
+    return (x @ module.w)[indices]
 
 
 def checks_left_out_of_a_trace(module, x):
@@ -427,19 +427,19 @@ def checks_left_out_of_a_trace(module, x):
 
 
 def another_operation_in_a_trace(module, x):
-    """As transformers' mixtures of experts do."""
+    """Computes another operation in a trace, as transformers' mixtures of experts do."""
     y = x @ module.w
     return torch.special.airy_ai(y) if torch.compiler.is_compiling() else y.sin()
 
 
 def mistaken_in_a_trace(module, x):
-    """As transformers' Switch Transformer is."""
+    """Has a bug that shows in a trace, as transformers' Switch Transformer has."""
     mask = None if torch.compiler.is_compiling() else torch.ones(4, 1)
     return (x @ module.w) * mask[:3].sum()
 
 
 def seeded_and_not_drawn(module, x):
-    """As transformers' Reformer does."""
+    """Sets a seed and draws nothing, as transformers' Reformer does."""
     torch.manual_seed(int(torch.seed() % 2**31))
     return x @ module.w
 
@@ -447,10 +447,10 @@ def seeded_and_not_drawn(module, x):
 WHAT_CODE_DOES = [
     plain, with_a_function, straight_through, without_gradients, detached_three_ways, buffer_assigned, step_inside,
     hooks_of_a_weight_and_of_a_result, views_written, gradients_asked_for, data_written,
-    rows_written_without_gradients, detached_and_written, data_exchanged_and_kept, detached_and_grown,
+    rows_written_without_gradients, detached_and_written, data_exchanged_and_stored, detached_and_grown,
     data_of_a_buffer_written, data_exchanged_and_written, data_written_before_and_after_what_needs_no_values,
     library_operations_that_detach, library_operations_with_hooks, nodes_of_autograds_graph_looked_at,
-    whole_numbers_looked_at, checks_left_out_of_a_trace, another_operation_in_a_trace, mistaken_in_a_trace,
+    integers_read, checks_left_out_of_a_trace, another_operation_in_a_trace, mistaken_in_a_trace,
     seeded_and_not_drawn,
 ]  # fmt: skip
 WRITES_TO_W = [data_written, rows_written_without_gradients, data_exchanged_and_written]
@@ -464,7 +464,7 @@ def test_gradients_are_torchs_whatever_the_code_does(forward):
 
 @row("I2")
 @pytest.mark.parametrize("forward", WRITES_TO_W)
-def test_values_that_would_be_lost_are_refused(forward):
+def test_values_that_would_be_lost_raise(forward):
     net, x = jaxfn.from_torch(Weighted(forward)), jnp.asarray(X.numpy())
     with pytest.raises(TranslationError, match=r"(?s)Weighted mutates w in forward.*\{\*\*buffers, 'w': array\}"):
         jax.jit(net.apply)(net.parameters, net.buffers, x)
@@ -518,7 +518,7 @@ def test_second_derivatives_go_by_the_rules_of_Functions_and_not_by_what_autogra
 
 
 @row("I2")
-def test_straight_through_in_a_function_of_torchs_own():
+def test_straight_through_in_a_function_of_torch():
     def loss(logits, weights, hard):
         return (F.gumbel_softmax(logits, hard=hard) * weights).sum()
 
@@ -656,7 +656,7 @@ def hooks_of_saved_tensors(module, x):
         (data_saved_by_a_function_written, "saved for backward"),
     ],
 )
-def test_gradients_that_would_be_others_are_refused(forward, message):
+def test_gradients_that_would_be_others_raise(forward, message):
     module = Weighted(forward)
     module.closure = functools.partial(torch.mul, module.w)
     net = jaxfn.from_torch(module)
@@ -666,12 +666,12 @@ def test_gradients_that_would_be_others_are_refused(forward, message):
 
 @row("I2")
 @pytest.mark.usefixtures("few_objects")
-def test_gradients_by_arguments_are_refused_where_only_those_would_be_others():
-    net = jaxfn.from_torch(Weighted(data_exchanged_and_kept))
+def test_gradients_by_arguments_raise_where_only_those_would_be_others():
+    net = jaxfn.from_torch(Weighted(data_exchanged_and_stored))
     x = jnp.asarray(X.numpy())
     slopes, _ = jax.vjp(net, x)
     np.testing.assert_array_equal(slopes, jax.jit(net)(x))  # computing it is right
-    with pytest.raises(TranslationError, match="(?s)only parameters can be.*in data_exchanged_and_kept"):
+    with pytest.raises(TranslationError, match="(?s)only parameters can be.*in data_exchanged_and_stored"):
         jax.grad(lambda x: net(x).sum())(x)
 
 
@@ -710,17 +710,17 @@ def test_gradients_by_arguments_through_gradients_inside(forward):
 
 
 @row("I2")
-def test_parameters_kept_in_containers_are_those_of_the_call():
+def test_parameters_stored_in_containers_are_those_of_the_call():
     def make():
-        module = Weighted(lambda module, x: x @ module.kept["w"][0] + module.kept["mean"])
-        module.kept = {"w": [module.w], "mean": module.mean}
+        module = Weighted(lambda module, x: x @ module.stored["w"][0] + module.stored["mean"])
+        module.stored = {"w": [module.w], "mean": module.mean}
         return module
 
     check(make, X)
 
 
 @row("I2")
-def test_hooks_of_the_gradients_that_parameters_have_are_refused():
+def test_hooks_of_the_gradients_that_parameters_have_raise():
     module = nn.Linear(3, 2)
     module.weight.register_post_accumulate_grad_hook(lambda weight: None)
     with pytest.raises(TranslationError, match="Linear: weight has a hook that torch calls after it stored `.grad`"):
@@ -764,11 +764,11 @@ def test_parts_and_functions_that_were_exchanged_are_those_of_the_call():
 
 
 def seeded(make):
-    def made():
+    def build():
         torch.manual_seed(1)
         return make()
 
-    return made
+    return build
 
 
 def tied():
@@ -816,7 +816,7 @@ MODULES = {
 @pytest.mark.parametrize(
     "kind, norm", [(nn.Embedding, 1.0), (nn.Embedding, float("inf")), (nn.EmbeddingBag, 2.0), (nn.EmbeddingBag, 3.5)]
 )
-def test_embeddings_whose_rows_are_kept_short(kind, norm):
+def test_embeddings_whose_rows_are_renormalized(kind, norm):
     indices = torch.tensor([[0, 1, 2], [3, 0, 8]])
     check(
         seeded(lambda: nn.Sequential(kind(9, 4, max_norm=0.8, norm_type=norm), nn.Linear(4, 2))),
@@ -842,7 +842,7 @@ def test_modules_of_torch(name, train):
 
 
 class Packed(nn.Module):
-    """Sequences of lengths that are no multiple of each other, not sorted, and padded to more than the longest."""
+    """Sequences of lengths that are not multiples of each other, not sorted, and padded to more than the longest."""
 
     def __init__(self, layer):
         super().__init__()
@@ -914,7 +914,7 @@ def test_pooling_makes_no_array_of_all_windows():
     "norm, times", [(nn.BatchNorm2d(3), 4), (nn.LayerNorm((20, 21)), 6), (nn.GroupNorm(3, 3), 6)], ids=repr
 )
 def test_a_norm_sums_over_its_argument_no_more_than_it_must(norm, times):
-    """For mean and variance; in reverse for the mean, the variance, the weight (with the variance's) and the bias.
+    """Sums for mean and variance; in reverse for the mean, the variance, the weight (with the variance's) and the bias.
 
     Batch norm's mean has its gradient from the sums for weight and bias.
     """
@@ -948,7 +948,7 @@ SECOND_ORDER = {
 @pytest.mark.usefixtures("double_precision")
 @cells("name", ["batch norm", "max pool", "large max pool", "adaptive max pool"], SECOND_ORDER)
 def test_second_derivatives_of_norms_and_pools(name):
-    """Of a function in which values, what they are multiplied by and their mean, far from zero, all vary."""
+    """Values, what they are multiplied by and their mean, far from zero, all vary."""
     make, shape = SECOND_ORDER[name]
     module, net = make(), jaxfn.from_torch(make())
     x, v = 2 + np.random.default_rng(0).standard_normal((2, *shape))
@@ -980,7 +980,7 @@ def test_a_recurrent_layer_is_one_loop():
 
 
 @row("I2")
-def test_checkpoints_compute_again_by_the_same_draws():
+def test_checkpoints_repeat_their_draws():
     dropout = nn.Dropout(0.5)
 
     def of_checkpoint(checkpoint):
@@ -988,8 +988,8 @@ def test_checkpoints_compute_again_by_the_same_draws():
             y, largest = checkpoint(lambda a, b: (dropout((a @ w).sin()) * b, a.max(0)), x @ w, x + 1)
             return (checkpoint(lambda a: (a @ w).tanh(), y) + largest.values).sum()
 
-        adopted = jaxfn.from_torch(code)
-        return lambda w: adopted(X.numpy(), w, key=jax.random.key(0))
+        converted = jaxfn.from_torch(code)
+        return lambda w: converted(X.numpy(), w, key=jax.random.key(0))
 
     w = jnp.ones((3, 3))
     expected = jax.grad(of_checkpoint(lambda f, *args: f(*args)))(w)
@@ -1005,7 +1005,7 @@ def test_checkpoints_compute_again_by_the_same_draws():
 
 
 @row("I2")
-def test_lengths_that_depend_on_arguments_are_refused():
+def test_lengths_that_depend_on_arguments_raise():
     packed = jaxfn.from_torch(lambda x, lengths: nn.utils.rnn.pack_padded_sequence(x, lengths).data)
     with pytest.raises(TranslationError, match="lengths depend on the arguments.*Python numbers"):
         packed(jnp.ones((5, 2, 3)), jnp.array([5, 3]))
@@ -1045,7 +1045,7 @@ def test_what_is_missing_or_unknown_is_named():
 
 
 @row("I1")
-def test_parameters_given_as_buffers_are_frozen():
+def test_parameters_passed_as_buffers_are_frozen():
     module = Weighted(lambda module, x: x @ module.w if module.w.requires_grad else x)
     net = jaxfn.from_torch(module)
     x = jnp.asarray(X.numpy())
@@ -1113,8 +1113,8 @@ def test_the_mode_is_that_of_the_call():
         net(x)
     dropped = [net(x, key=jax.random.key(seed)) for seed in (0, 0, 1)]
     assert (dropped[0] == dropped[1]).all() and (dropped[0] != dropped[2]).any()
-    kept = dropped[0] != 0
-    np.testing.assert_allclose(dropped[0][kept], 2 * numbers(module[0](X))[kept], rtol=1e-5)
+    stored = dropped[0] != 0
+    np.testing.assert_allclose(dropped[0][stored], 2 * numbers(module[0](X))[stored], rtol=1e-5)
     np.testing.assert_allclose(net.eval()(x), numbers(module.eval()(X)), rtol=1e-5)
     module.train()
     assert (net(x, key=jax.random.key(0)) == dropped[0]).all()
@@ -1131,7 +1131,7 @@ def test_a_parameter_of_forward_that_is_called_key():
 
 
 @row("I4")
-def test_layers_drop_what_lies_between_recurrent_layers():
+def test_dropout_between_recurrent_layers():
     net = jaxfn.from_torch(nn.LSTM(3, 4, 2, dropout=0.5))
     x = jnp.asarray(SEQUENCES.numpy())
     first, again, other = (net(x, key=jax.random.key(seed))[0] for seed in (0, 0, 1))
@@ -1204,7 +1204,7 @@ def test_forward_mode_of_a_module_and_of_a_function_inside():
 
 
 @row("I1")
-def test_an_adopted_module_is_a_constant_of_a_jitted_function():
+def test_a_converted_module_is_a_constant_of_a_jitted_function():
     net = jaxfn.from_torch(Weighted(plain))
     traces = []
 
@@ -1317,7 +1317,7 @@ def is_fine(x):
 
 
 class Asking(nn.Module):
-    """Asks for values in three places, in a function, a method and forward."""
+    """Reads values in three lines: of a function, a method and forward."""
 
     def __init__(self):
         super().__init__()
@@ -1340,21 +1340,21 @@ class AskingMore(Asking):
 
 
 @row("I7")
-def test_every_place_that_asks_for_a_value_is_said_at_once():
+def test_every_line_that_reads_a_value_is_reported_at_once():
     net = jaxfn.from_torch(nn.Sequential(AskingMore(), AskingMore()))
     with pytest.raises(TranslationError) as caught:
         net(jnp.ones((4, 3)))
     explanation = net.explain(jnp.ones((4, 3)))
-    places = [(place.line.text, place.line.callable) for place in explanation.values_needed]
+    lines = [(location.line.text, location.line.callable) for location in explanation.values_needed]
     here = f"{__name__}."
-    assert places == [
+    assert lines == [
         ("if x.isnan().any():", f"{here}is_fine"),
         ("assert (x < 100).all()", f"{here}is_fine"),
         ("return x * 2 if x.sum() > 0 else -x", f"{here}Asking.scaled"),
         ("return int(x.abs().max())", f"{here}AskingMore.factor"),
     ]
     assert not explanation.is_supported
-    for text, name in places:
+    for text, name in lines:
         assert text in str(caught.value) and f"ops={{{name}: jax_function}}" in str(caught.value)
         assert text in str(explanation)
 
@@ -1482,7 +1482,7 @@ def test_functions_that_draw_and_what_they_close_over():
 
 @row("I6")
 @pytest.mark.parametrize("wrong", [3, nn.Linear, "relu", None], ids=repr)
-def test_what_is_neither_is_refused(wrong):
+def test_what_is_neither_raises(wrong):
     with pytest.raises(TypeError, match="from_torch takes a subclass of torch.autograd.Function, a torch.nn.Module"):
         jaxfn.from_torch(wrong)
 
@@ -1543,9 +1543,9 @@ def test_memory_of_a_parameter_is_read_only_where_it_is_in_JAXs_order(name):
     np.testing.assert_array_equal(gradients["w"], module.w.grad)
     module.w.data = module.w.data.contiguous(memory_format=torch.channels_last)
     assert module(torch.tensor(x)) != expected or name == "in backward"
-    for refused in (net, jaxfn.from_torch(module)):
+    for failing in (net, jaxfn.from_torch(module)):
         with pytest.raises(TranslationError, match=f"(?s){message}"):
-            value_and_gradients(refused)
+            value_and_gradients(failing)
     module.w.data = module.w.data.contiguous()
     assert value_and_gradients(net)[0] == expected.item()
 
@@ -1555,7 +1555,7 @@ class ReturnsTransposed(torch.autograd.Function):
     backward = staticmethod(lambda ctx, gradient: 2 * gradient.t())
 
 
-class KeepsTransposed(torch.autograd.Function):
+class StoresTransposed(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x):
         ctx.save_for_backward(x.t())
@@ -1576,14 +1576,14 @@ IN_ANOTHER_ORDER = {
     "a part of a tensor": lambda x: Every2nd.apply(x[1:]),
     "what a Function returns": lambda x: ReturnsTransposed.apply(x).as_strided((4,), (2,)),
     "what depends on that": lambda x: (ReturnsTransposed.apply(x) + 1).as_strided((4,), (2,)),
-    "what a Function keeps": KeepsTransposed.apply,
+    "what a Function saves": StoresTransposed.apply,
 }
 
 
 @row("I2")
 @pytest.mark.parametrize("read", IN_ANOTHER_ORDER.values(), ids=IN_ANOTHER_ORDER)
 def test_memory_in_another_order_is_not_read_across_a_Function(read):
-    """The arrays that go into and come out of a Function have no order of their own."""
+    """Arguments and results of a Function have no preferred strides."""
     net = jaxfn.from_torch(lambda x: read(x).sum())
     with pytest.raises(TranslationError, match=r"as_strided.*tensor.*transposed, or a part.*contiguous"):
         jax.grad(net)(np.arange(12, dtype=np.float32).reshape(3, 4))
@@ -1648,6 +1648,6 @@ def blend(x, original, tracing=1.0):
     ids=["checkpoint", "ops", "TorchScript", "BatchNorm", "detach_"],
 )
 def test_arguments_may_have_any_name(call):
-    """Also those that jaxfn's own functions have, which stand in for what is called."""
+    """Names include those of jaxfn's own functions, which replace what is called."""
     net = jaxfn.from_torch(call, ops={blend: lambda x, original, tracing: x * tracing + original})
     np.testing.assert_allclose(net(X.numpy()), call(X), rtol=1e-5, atol=1e-6)

@@ -26,7 +26,7 @@ MASK = torch.tensor([True, False, True, True, False])
 
 
 def assert_same(code: Callable[..., Any], *arrays: Any, rtol: float = 1e-5, theirs: Any = None) -> None:
-    """What `code` returns is the same by torch, eagerly and under jit."""
+    """Asserts that torch, JAX and JAX under jit return equal results of `code`."""
     wanted = (theirs or code)(*(torch.tensor(np.asarray(x)) for x in arrays))
     wanted = wanted if isinstance(wanted, (tuple, list)) else [wanted]
     for run in (jaxfn.from_torch(code), jax.jit(jaxfn.from_torch(code))):
@@ -99,7 +99,7 @@ WIDE: dict[str, Callable[..., Any]] = {
     "moved": lambda a, b, n: _digits(torch.cat([_wide(a).view(2, -1).t().flip(0)[3:7].reshape(-1), b.long()])),
     "power": lambda a, b, n: _digits(a.long() ** 3 * 2**20),
     "digits of 31": lambda a, b, n: functools.reduce(lambda h, x: h * 31 + x, n.view(10, 6).long()) % 1000003,
-    "place": lambda a, b, n: a[(_wide(b) % 60)],
+    "index": lambda a, b, n: a[(_wide(b) % 60)],
     "int": lambda a, b, n: _wide(a).int(),
     "constant": lambda a, b, n: torch.stack([a.long() < 2**40, a.long() != 2**32 + 5, b.long() <= -(2**35)]),
     "ratio": lambda a, b, n: torch.stack([a.long() / 2**40, 2**40 / (b.long() | 1), a.long() / -(2**31), a / 2**40]),
@@ -119,7 +119,7 @@ def test_integers_of_64_bits_without_x64(name: str):
 
 @row("H13")
 @pytest.mark.parametrize("operation", ["mul", "sort", "shift"])
-def test_integers_of_64_bits_that_are_returned_are_refused(operation: str):
+def test_int64_integers_that_are_returned_raise(operation: str):
     def code(n: Any) -> Any:
         n = n.long() << 40 if operation == "shift" else n.long() * 73856093
         return torch.sort(n)[0] if operation == "sort" else n
@@ -230,7 +230,7 @@ def test_code_that_needs_no_values(name: str):
 
 
 @row("H3")
-def test_a_mask_from_outside_may_change():
+def test_an_external_mask_may_change():
     mask = torch.tensor([True, False])
     taken = jaxfn.from_torch(lambda x: x[mask])
     assert taken(X[:2]).shape == (1,)
@@ -291,7 +291,7 @@ def test_a_function_in_torch_names_the_line_that_called_it():
 # --- Functions that are replaced as a whole.
 
 WEIGHT = RANDOM.standard_normal((7, 3)).astype(np.float32)
-PLACES = np.array([0, 2, 1, 6, 0, 2, 4], np.int32)
+INDICES = np.array([0, 2, 1, 6, 0, 2, 4], np.int32)
 
 
 @row("H2")
@@ -304,7 +304,7 @@ PLACES = np.array([0, 2, 1, 6, 0, 2, 4], np.int32)
 def test_bags_of_embeddings(mode: str, options: dict[str, Any]):
     offsets = torch.tensor([0, 3, 3, 5, 7] if "include_last_offset" in options else [0, 3, 3, 5])
     code = with_gradients(lambda w, i: functional.embedding_bag(i, w, offsets.to(i.dtype), mode=mode, **options))
-    assert_same(code, WEIGHT, PLACES)
+    assert_same(code, WEIGHT, INDICES)
 
 
 @row("H2")
@@ -313,7 +313,7 @@ def test_weighted_bags_of_embeddings():
     code = with_gradients(
         lambda w, s, i: functional.embedding_bag(i[:6].view(2, 3), w, mode="sum", per_sample_weights=s)
     )
-    assert_same(code, WEIGHT, weights, PLACES)
+    assert_same(code, WEIGHT, weights, INDICES)
 
 
 STEPS, SIZES = np.array([6, 5], np.int32), np.array([2, 3], np.int32)
@@ -358,7 +358,7 @@ def observed(x: Any) -> Any:
     return torch.fused_moving_avg_obs_fake_quant(x, on, on, *ends, one, zero, 0.1, 0, 15, 0)
 
 
-REFUSED: dict[str, tuple[Callable[..., Any], str]] = {
+UNSUPPORTED: dict[str, tuple[Callable[..., Any], str]] = {
     "write to a view of a captured tensor": (lambda x: OUTSIDE.view(5)[:].add_(1) * x, "made outside the"),
     "linearize": (lambda x: torch.func.linearize(torch.sin, x)[0], "torch.func.jvp.*test_numbers"),
     "bincount": (lambda x: torch.bincount((x * x).long(), minlength=6), "index_add_"),
@@ -381,16 +381,16 @@ REFUSED: dict[str, tuple[Callable[..., Any], str]] = {
 
 
 @row("H4")
-@pytest.mark.parametrize("name", REFUSED)
-def test_operations_that_are_refused_say_what_to_do(name: str):
-    code, message = REFUSED[name]
+@pytest.mark.parametrize("name", UNSUPPORTED)
+def test_operations_that_raise_say_what_to_do(name: str):
+    code, message = UNSUPPORTED[name]
     with pytest.raises(jaxfn.TranslationError, match=f"(?s){message}"):
         jaxfn.from_torch(code)(X)
     np.testing.assert_array_equal(OUTSIDE, np.ones(5))
 
 
 @row("H4")
-def test_a_cumulative_batch_norm_is_refused():
+def test_a_cumulative_batch_norm_raises():
     net = jaxfn.from_torch(torch.nn.BatchNorm1d(5, momentum=None))
     with pytest.raises(jaxfn.TranslationError, match=r"(?s)BatchNorm1d: .*value of a tensor.*ops="):
         net(X[None].repeat(2, 0))

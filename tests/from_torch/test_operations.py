@@ -73,14 +73,14 @@ linalg.solve_ex linalg.norm.subgradients_at_zero masked.median masked.log_softma
 """
 
 
-def run_all(given: Sequence[Sample]) -> list[Any]:
+def run_all(samples: Sequence[Sample]) -> list[Any]:
     """The results of several samples, compiled together."""
 
     def everything(arrays: Any) -> Any:
         key = jax.random.key(0)
-        return [TranslatedGraph(s.graph_module).run(inputs, key=key) for s, inputs in zip(given, arrays, strict=True)]
+        return [TranslatedGraph(s.graph_module).run(inputs, key=key) for s, inputs in zip(samples, arrays, strict=True)]
 
-    arrays = [[to_jax(tensor) for tensor in s.tensors] for s in given]
+    arrays = [[to_jax(tensor) for tensor in s.tensors] for s in samples]
     return jax.jit(everything, compiler_options=QUICK)(arrays)
 
 
@@ -90,29 +90,29 @@ def leaves_of(results: Any) -> list[Any]:
     return [to_torch(x) if isinstance(x, jax.Array) else x for x in leaves]
 
 
-def compare(name: str, given: Sample, results: Any) -> None:
-    """Shapes and dtypes are the same, and values where they are defined."""
+def compare(name: str, tested: Sample, results: Any) -> None:
+    """Asserts equal shapes and dtypes, and equal values where they are defined."""
     if name in FAILS_IN_TORCH:
         return
     with quiet():
-        expected = given.function(*(tensor.clone() for tensor in given.tensors))
+        expected = tested.function(*(tensor.clone() for tensor in tested.tensors))
     wanted, tree = pytree.tree_flatten(expected)
     got = leaves_of(results)
     assert len(got) == len(wanted)
     for w, g in zip(wanted, got, strict=True):
-        # Numbers that are no tensors, such as sizes, become arrays under jit.
+        # Numbers that are not tensors, such as sizes, become arrays under jit.
         assert (g.shape, g.dtype) == (w.shape, w.dtype) if torch.is_tensor(w) else g == w
-    is_random = any(TABLE[entry].draws for entry in given.entries) or "empty" in name
-    if is_random or (name, given.dtype) in TORCH_IS_WRONG:
+    is_random = any(TABLE[entry].draws for entry in tested.entries) or "empty" in name
+    if is_random or (name, tested.dtype) in TORCH_IS_WRONG:
         return
     # What torch's own tests do to results that are not unique, such as the signs of eigenvectors.
-    process = DIFFERENT[name][0] if name in DIFFERENT else given.process
+    process = DIFFERENT[name][0] if name in DIFFERENT else tested.process
     if process is not None:
         wanted = pytree.tree_leaves(process(expected))
         got = pytree.tree_leaves(process(pytree.tree_unflatten(got, tree)))
-    usual = 1e-7 if "float64" in given.label else 2e-5
-    tolerance = max(usual, TOLERANCES.get(name, (0.0, ""))[0] * ("float64" not in given.label))
-    exact = in_single_precision(given, process) if given.label.startswith("bfloat16") else {}
+    usual = 1e-7 if "float64" in tested.label else 2e-5
+    tolerance = max(usual, TOLERANCES.get(name, (0.0, ""))[0] * ("float64" not in tested.label))
+    exact = in_single_precision(tested, process) if tested.label.startswith("bfloat16") else {}
     for number, (w, g) in enumerate(zip(wanted, got, strict=True)):
         if torch.is_tensor(w):
             relative, absolute = tolerance, tolerance
@@ -126,37 +126,37 @@ def compare(name: str, given: Sample, results: Any) -> None:
                 atol=absolute,
                 equal_nan=True,
                 check_stride=False,
-                msg=lambda text: f"{name}, {given.label}, result {number}: {text}",
+                msg=lambda text: f"{name}, {tested.label}, result {number}: {text}",
             )
 
 
-def in_single_precision(given: Sample, process: Callable[[Any], Any] | None) -> dict[int, Any]:
-    """What torch gives for the half-precision tensors of a sample in single precision, by number of the result."""
-    tensors = [tensor.float() if tensor.dtype == torch.bfloat16 else tensor.clone() for tensor in given.tensors]
+def in_single_precision(tested: Sample, process: Callable[[Any], Any] | None) -> dict[int, Any]:
+    """Returns, by index, torch's results in single precision for the half-precision tensors of a sample."""
+    tensors = [tensor.float() if tensor.dtype == torch.bfloat16 else tensor.clone() for tensor in tested.tensors]
     with quiet():
         try:
-            results = given.function(*tensors)
+            results = tested.function(*tensors)
         except RuntimeError:  # where one of the dtypes is named in the call
             return {}
     return dict(enumerate(pytree.tree_leaves(process(results) if process else results)))
 
 
 def farthest(result: Any, exact: Any) -> float:
-    """How far any element of torch's result in half precision is from that in single precision; 0 if unknown."""
+    """Returns the largest difference of torch's results in half and in single precision; 0 if unknown."""
     if not torch.is_tensor(exact) or exact.shape != result.shape:
         return 0.0
     distances = (result.float() - exact.float()).abs()
     return 1.01 * float(distances[distances.isfinite()].amax()) if distances.isfinite().any() else 0.0
 
 
-def check(name: str, given: Sequence[Sample]) -> None:
-    """What is translated matches, and what is not is listed."""
-    for s in given:
+def check(name: str, samples: Sequence[Sample]) -> None:
+    """Asserts that translated operations match torch, and that the others are listed."""
+    for s in samples:
         unlisted = [operation for operation in s.missing if operation not in NOT_TRANSLATED]
         assert not unlisted or name in NOT_TRACED, f"{name}, {s.label}: {unlisted}"
         if s.error is not None and name not in FAILS_IN_TORCH:
             assert name in NOT_TRACED and isinstance(s.error, TranslationError), f"{name}, {s.label}: {s.error!r}"
-    translated = [s for s in given if s.is_translated]
+    translated = [s for s in samples if s.is_translated]
     for start in range(0, len(translated), 16):
         group = translated[start : start + 16]
         for s, results in zip(group, run_all(group), strict=True):
@@ -208,53 +208,53 @@ DERIVATIVES = [
 ]
 
 
-def torch_gradients(given: Sample, tensors: Sequence[Any], flags: Sequence[bool]) -> tuple[list[int], Any, Any]:
-    """Which results torch differentiates, their cotangents, and the gradients for the tensors that are flagged."""
+def torch_gradients(tested: Sample, tensors: Sequence[Any], flags: Sequence[bool]) -> tuple[list[int], Any, Any]:
+    """Returns the results that torch differentiates, their cotangents, and the gradients for the flagged tensors."""
     tensors = [t.clone().requires_grad_(flag) for t, flag in zip(tensors, flags, strict=True)]
     with quiet():
-        outputs = pytree.tree_leaves(given.function(*(t.clone() for t in tensors)))
-        kept = [i for i, x in enumerate(outputs) if torch.is_tensor(x) and x.requires_grad]
+        outputs = pytree.tree_leaves(tested.function(*(t.clone() for t in tensors)))
+        selected = [i for i, x in enumerate(outputs) if torch.is_tensor(x) and x.requires_grad]
         varied = [t for t in tensors if t.requires_grad]
-        if not kept or not varied or any(outputs[i].is_complex() for i in kept):
+        if not selected or not varied or any(outputs[i].is_complex() for i in selected):
             return [], [], []
-        cotangents = [cotangent(outputs[i]) for i in kept]
-        found = torch.autograd.grad([outputs[i] for i in kept], varied, cotangents, allow_unused=True)
+        cotangents = [cotangent(outputs[i]) for i in selected]
+        found = torch.autograd.grad([outputs[i] for i in selected], varied, cotangents, allow_unused=True)
     zeros = (torch.zeros_like(t) if g is None else g for g, t in zip(found, varied, strict=True))
-    return kept, cotangents, [g.resolve_conj() for g in zeros]
+    return selected, cotangents, [g.resolve_conj() for g in zeros]
 
 
 @row("H2")
 @pytest.mark.parametrize(("name", "dtype"), DERIVATIVES)
 def test_derivative_of_the_translation_matches_torch(name: str, dtype: Any) -> None:
     """JAX's derivative of the translated forward, next to torch's own."""
-    given, flags = differentiable_sample(name, dtype)
-    is_random = any(TABLE[entry].draws for entry in given.entries)
-    if name in DERIVATIVE_DIFFERENT or not given.is_translated or is_random or (name, given.dtype) in TORCH_IS_WRONG:
+    tested, flags = differentiable_sample(name, dtype)
+    is_random = any(TABLE[entry].draws for entry in tested.entries)
+    if name in DERIVATIVE_DIFFERENT or not tested.is_translated or is_random or (name, tested.dtype) in TORCH_IS_WRONG:
         return
-    kept, cotangents, wanted = torch_gradients(given, given.tensors, flags)
-    if not kept:
+    selected, cotangents, wanted = torch_gradients(tested, tested.tensors, flags)
+    if not selected:
         return
     varied = [i for i, flag in enumerate(flags) if flag]
 
     def pulled(arrays: Any, cotangents: Any) -> Any:
         def forward(*inputs: Any) -> Any:
             filled = list(arrays)
-            for place, array in zip(varied, inputs, strict=True):
-                filled[place] = array
+            for index, array in zip(varied, inputs, strict=True):
+                filled[index] = array
             leaves = jax.tree_util.tree_leaves(
-                TranslatedGraph(given.graph_module).run(filled), is_leaf=lambda x: x is None
+                TranslatedGraph(tested.graph_module).run(filled), is_leaf=lambda x: x is None
             )
-            return [leaves[i] for i in kept]
+            return [leaves[i] for i in selected]
 
         return jax.vjp(forward, *(arrays[i] for i in varied))[1](cotangents)
 
-    arrays = [to_jax(tensor) for tensor in given.tensors]
+    arrays = [to_jax(tensor) for tensor in tested.tensors]
     got = jax.jit(pulled, compiler_options=QUICK)(arrays, [to_jax(c) for c in cotangents])
     exact: Any = [None] * len(wanted)
     if dtype == torch.bfloat16:
-        singles = [t.float() if t.dtype == dtype else t for t in given.tensors]
+        singles = [t.float() if t.dtype == dtype else t for t in tested.tensors]
         with contextlib.suppress(RuntimeError):  # where one of the dtypes is named in the call
-            exact = torch_gradients(given, singles, flags)[2]
+            exact = torch_gradients(tested, singles, flags)[2]
     for w, g, e in zip(wanted, got, exact, strict=True):
         relative, absolute = (2.0**-6, 2 * farthest(w, e)) if dtype == torch.bfloat16 else (1e-6, 1e-6)
         torch.testing.assert_close(

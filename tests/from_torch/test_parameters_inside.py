@@ -23,7 +23,7 @@ pytestmark = pytest.mark.usefixtures("double_precision", "few_objects")
 
 
 class Reversible(torch.autograd.Function):
-    """Keeps its output alone; backward computes the input again, and leaves gradients in `.grad` of f and g."""
+    """Saves its output alone; backward computes the input again, and leaves gradients in `.grad` of f and g."""
 
     @staticmethod
     def forward(ctx, x, f, g):
@@ -51,7 +51,7 @@ class Reversible(torch.autograd.Function):
 
 
 class Checkpoint(torch.autograd.Function):
-    """Of any Python function, which finds its parameters by itself."""
+    """A checkpoint of any Python function, which finds its parameters automatically."""
 
     @staticmethod
     def forward(ctx, run, x):
@@ -104,7 +104,7 @@ class Rounded(torch.autograd.Function):
         return x.grad, None
 
 
-class ByHand(torch.autograd.Function):
+class HandWritten(torch.autograd.Function):
     """Assigns `.grad` itself, and returns a gradient of the weight as well: torch adds the two."""
 
     @staticmethod
@@ -158,7 +158,7 @@ NETS = {
         a=nn.Linear(6, 5),
     ),
     "only some as arguments": lambda: Net(
-        lambda self, x: ByHand.apply(ByHand.apply(x, self.a.weight, self.a).tanh(), self.a.weight, self.a),
+        lambda self, x: HandWritten.apply(HandWritten.apply(x, self.a.weight, self.a).tanh(), self.a.weight, self.a),
         a=nn.Linear(6, 6),
     ),
     "only in backward": lambda: Net(lambda self, x: Rounded.apply(x, self.a), a=nn.Linear(6, 6)),
@@ -168,7 +168,7 @@ NETS = {
 }
 
 
-def made(name, seed=0):
+def build(name, seed=0):
     torch.manual_seed(seed)
     return NETS[name]().double()
 
@@ -183,7 +183,7 @@ X = np.random.default_rng(0).normal(size=(5, 6))
 @row("I5")
 @pytest.mark.filterwarnings("ignore:.*weight_norm.*:FutureWarning")
 @pytest.mark.filterwarnings(
-    "ignore:Reversible mutates .*running_mean.* and, where it computes the same again, in backward"
+    "ignore:Reversible mutates .*running_mean.* and, where it repeats the computation, in backward"
 )
 @cells(
     "name, wrap",
@@ -192,7 +192,7 @@ X = np.random.default_rng(0).normal(size=(5, 6))
     [jax.jit, eager],
 )
 def test_every_parameter_gets_its_gradient(name, wrap):
-    module = made(name)
+    module = build(name)
     net = jaxfn.from_torch(module)
     buffers = net.buffers
 
@@ -218,7 +218,7 @@ def test_every_parameter_gets_its_gradient(name, wrap):
 
 
 def plainly(self, x):
-    """What `block` computes, without a Function."""
+    """Computes `block` without a Function."""
     x1, x2 = x.chunk(2, -1)
     y1 = x1 + self.f(x2)
     return torch.cat([y1, x2 + self.g(y1)], -1)
@@ -227,8 +227,8 @@ def plainly(self, x):
 @row("I5")
 @pytest.mark.parametrize("order, name", [(1, "checkpoint"), (1, "vmap"), (1, "scan"), (2, "jit")])
 def test_derivatives_in_every_context(order, name):
-    """The block's backward is the derivative of what it computes, so JAX's own of that is the same."""
-    module = made("reversible blocks")
+    """The block's backward is the derivative of what it computes, so JAX's autodiff of that is equal."""
+    module = build("reversible blocks")
     plain = nn.Sequential(*(Net(plainly, f=part.f, g=part.g) if hasattr(part, "f") else part for part in module))
 
     def derivatives(module):
@@ -252,7 +252,7 @@ def test_derivatives_in_every_context(order, name):
 
 @row("I5")
 def test_a_batch_of_parameters():
-    net = jaxfn.from_torch(made("reversible blocks"))
+    net = jaxfn.from_torch(build("reversible blocks"))
     gradient = jax.grad(lambda p: jnp.sin(net.apply(p, net.buffers, X)[0]).sum())
     several = [jax.tree.map(lambda a, k=k: k * a, net.parameters) for k in (1, -1, 2)]
     batched = jax.jit(jax.vmap(gradient))(jax.tree.map(lambda *a: jnp.stack(a), *several))
@@ -284,7 +284,7 @@ def _over_devices(module, within):
     ids=["checkpoint", "scan"],
 )
 def test_on_four_devices(within):
-    module = made("reversible blocks")
+    module = build("reversible blocks")
     gradients = _over_devices(module, within)
     torch.sin(module(torch.tensor(np.concatenate([X, X[:3] * 2]), requires_grad=True))).sum().backward()
     for key, parameter in module.named_parameters():
@@ -293,7 +293,7 @@ def test_on_four_devices(within):
 
 @row("H12", "I5")
 def test_one_thread_traces_modules_and_another_trains():
-    """Both go through the same Functions at the same time, and the one that trains comes to what it does alone."""
+    """Both go through the same Functions concurrently, and the one that trains has the losses that it has alone."""
     started, done = threading.Event(), threading.Event()
 
     def train(module, is_over):
@@ -309,27 +309,27 @@ def test_one_thread_traces_modules_and_another_trains():
             done.wait(0.005)  # tracing gets on too
         return losses
 
-    other = made("reversible blocks", seed=1)
+    other = build("reversible blocks", seed=1)
     net = jaxfn.from_torch(other)
     with ThreadPoolExecutor(1) as thread:
-        training = thread.submit(train, made("reversible blocks"), lambda losses: done.is_set())
+        training = thread.submit(train, build("reversible blocks"), lambda losses: done.is_set())
         try:
             assert started.wait(60)
             gradients = jax.grad(lambda p: loss(net.apply(p, net.buffers, X)[0]))(net.parameters)
         finally:
             done.set()
-        beside = training.result(60)
+        in_parallel = training.result(60)
     loss(other(torch.tensor(X, requires_grad=True))).backward()
     for key, parameter in other.named_parameters():
         np.testing.assert_allclose(gradients[key], parameter.grad, rtol=1e-9, atol=1e-12, err_msg=key)
-    alone = train(made("reversible blocks"), lambda losses: len(losses) == len(beside))
-    np.testing.assert_allclose(alone, beside, rtol=1e-12)
+    alone = train(build("reversible blocks"), lambda losses: len(losses) == len(in_parallel))
+    np.testing.assert_allclose(alone, in_parallel, rtol=1e-12)
 
 
 @row("I5")
 def test_new_parameters_are_seen_by_forward_and_backward():
     """Nothing of the module's own values is left in the program."""
-    module, other = made("reversible blocks"), made("reversible blocks", seed=1)
+    module, other = build("reversible blocks"), build("reversible blocks", seed=1)
     net, expected = jaxfn.from_torch(module), jaxfn.from_torch(other)
     step = jax.jit(jax.value_and_grad(lambda net, p: loss(net.apply(p, {}, X)[0]), 1), static_argnums=0)
     step(net, net.parameters)
@@ -342,7 +342,7 @@ def test_new_parameters_are_seen_by_forward_and_backward():
 
 @row("I5")
 @pytest.mark.parametrize("is_used_before", [False, True])
-def test_a_parameter_that_is_no_attribute_of_the_module_is_refused(is_used_before):
+def test_a_parameter_that_is_not_an_attribute_of_the_module_raises(is_used_before):
     """It would be a constant: torch's present values, and no gradient."""
 
     a = nn.Linear(6, 6)
@@ -360,7 +360,7 @@ def test_a_parameter_that_is_no_attribute_of_the_module_is_refused(is_used_befor
 
 
 @row("I5")
-def test_an_intermediate_in_a_closure_is_refused():
+def test_an_intermediate_in_a_closure_raises():
     net = jaxfn.from_torch(
         Net(lambda self, x: (lambda m: Checkpoint.apply(lambda v: v * m, x))(self.a(x)), a=nn.Linear(6, 6)).double()
     )
@@ -384,8 +384,8 @@ class Masked(torch.autograd.Function):
 @pytest.mark.filterwarnings("ignore:.*changes the attribute mask")
 @row("I5", "H8")
 @pytest.mark.parametrize("was_called", [False, True])
-def test_an_intermediate_that_backward_alone_uses_is_refused_where_it_is_differentiated(was_called):
-    """Where torch has called the module before, it holds a mask, of another input."""
+def test_an_intermediate_that_backward_alone_uses_raises_where_it_is_differentiated(was_called):
+    """The module holds a mask of another input if torch has called it before."""
 
     def forward(self, x):
         self.mask = self.a(x)

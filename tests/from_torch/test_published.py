@@ -42,7 +42,7 @@ class Wild(NamedTuple):
       args: returns the arguments; NumPy arrays are inputs.
       wanted: the positions of the inputs that get gradients. Default: all floating ones.
       draws: whether it draws random numbers, so that only shapes are compared.
-      refused: the source line that the error names, where values decide what Python code does.
+      error_line: the source line that the error names, where values decide what Python code does.
     """
 
     package: str
@@ -51,7 +51,7 @@ class Wild(NamedTuple):
     args: Callable[[], tuple[Any, ...]]
     wanted: tuple[int, ...] | None = None
     draws: bool = False
-    refused: str | None = None
+    error_line: str | None = None
 
 
 def normal(*shape: int, scale: float = 1.0, seed: int = 0) -> np.ndarray:
@@ -122,9 +122,9 @@ WILD = [
     _time("Tolerance", lambda: (uniform(4, 5, high=8), uniform(4, 5, high=8, seed=1), 2), wanted=(0,)),
     Wild("pytorch_revgrad", "pytorch_revgrad.functional", "RevGrad", lambda: (normal(4, 3), np.float32(0.6)), (0,)),
     _entmax("activations", "SparsemaxFunction", lambda: (normal(4, 8), -1, None)),
-    _entmax("activations", "SparsemaxFunction", lambda: (normal(6, 9), -1, 3), refused="if torch.any(unsolved):"),
+    _entmax("activations", "SparsemaxFunction", lambda: (normal(6, 9), -1, 3), error_line="if torch.any(unsolved):"),
     _entmax("activations", "Entmax15Function", lambda: (normal(3, 7, 4), 1, None)),
-    _entmax("activations", "Entmax15Function", lambda: (normal(5, 9), -1, 3), refused="if torch.any(unsolved):"),
+    _entmax("activations", "Entmax15Function", lambda: (normal(5, 9), -1, 3), error_line="if torch.any(unsolved):"),
     _entmax("root_finding", "EntmaxBisectFunction", lambda: (normal(4, 6), 1.5, -1, 40, True)),
     _entmax(
         "root_finding",
@@ -206,23 +206,23 @@ def in_torch(wild: Wild, function: Any) -> tuple[list[np.ndarray], list[np.ndarr
 
 
 def in_jax(wild: Wild, function: Any, jit: Any) -> tuple[list[jax.Array], list[jax.Array]]:
-    """The same; one seed for a Function that draws."""
+    """Outputs and gradients in JAX; one seed for a Function that draws."""
     args = wild.args()
-    places = [i for i, x in enumerate(args) if isinstance(x, (np.ndarray, np.generic))]
+    positions = [i for i, x in enumerate(args) if isinstance(x, (np.ndarray, np.generic))]
     options = {"key": jax.random.key(0)} if wild.draws else {}
 
     def outputs_and_gradients(arrays: list[jax.Array]) -> tuple[list[jax.Array], list[jax.Array]]:
         def call(wanted: list[jax.Array]) -> list[jax.Array]:
             filled = list(args)
-            for place, array in (*zip(places, arrays, strict=True), *zip(_wanted(wild), wanted, strict=True)):
-                filled[place] = array
+            for position, array in (*zip(positions, arrays, strict=True), *zip(_wanted(wild), wanted, strict=True)):
+                filled[position] = array
             output = function.apply(*filled, **options)
             return list(output) if isinstance(output, tuple) else [output]
 
-        values, pullback = jax.vjp(call, [arrays[places.index(i)] for i in _wanted(wild)])
+        values, pullback = jax.vjp(call, [arrays[positions.index(i)] for i in _wanted(wild)])
         return values, pullback([jnp.asarray(cotangent(y)) for y in values])[0]
 
-    return jit(outputs_and_gradients)([jnp.asarray(args[i]) for i in places])
+    return jit(outputs_and_gradients)([jnp.asarray(args[i]) for i in positions])
 
 
 def _wanted(wild: Wild) -> tuple[int, ...]:
@@ -237,10 +237,10 @@ def _wanted(wild: Wild) -> tuple[int, ...]:
 def test_published_functions(wild: Wild, jit: Any):
     function = load(wild)
     ours = jaxfn.from_torch(function)
-    if wild.refused is not None:
+    if wild.error_line is not None:
         with pytest.raises(jaxfn.TranslationError) as error:
             in_jax(wild, ours, jit)
-        assert "reads the value of a tensor" in str(error.value) and str(error.value).endswith(wild.refused)
+        assert "reads the value of a tensor" in str(error.value) and str(error.value).endswith(wild.error_line)
         return
     want, got = in_torch(wild, function), in_jax(wild, ours, jit)
     for theirs, result in zip((*want[0], *want[1]), (*got[0], *got[1]), strict=True):

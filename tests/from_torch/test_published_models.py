@@ -34,7 +34,7 @@ EVALUATED = ["bert", "resnet", "compression"]
 
 
 class Called(torch.nn.Module):
-    """A module that is called in a way of its own."""
+    """A module that is called with a custom function."""
 
     def __init__(self, model: Any, call: Callable[..., Any]) -> None:
         super().__init__()
@@ -45,7 +45,7 @@ class Called(torch.nn.Module):
 
 
 def weight(number: int, shape: tuple[int, ...]) -> np.ndarray:
-    """What an output is multiplied by in the loss."""
+    """The factors of an output in the loss."""
     return np.random.default_rng(number).standard_normal(shape)
 
 
@@ -65,7 +65,7 @@ def of_torch(model: Model, args: list[Any]) -> tuple[list[np.ndarray], dict[str,
 
 
 def assert_close(found: Mapping[Any, Any], wanted: Mapping[Any, Any], precision: float, which: str) -> None:
-    """To the precision of the largest number: what is left of sums that cancel is rounding."""
+    """Compares to the precision of the largest number: what is left of sums that cancel is rounding."""
     scale = max((float(np.abs(x).max(initial=0)) for x in wanted.values()), default=0.0)
     for name, theirs in wanted.items():
         assert found[name].shape == theirs.shape
@@ -79,7 +79,7 @@ def assert_close(found: Mapping[Any, Any], wanted: Mapping[Any, Any], precision:
     "name, mode", [*((name, "train") for name in TRAINED), *((name, "eval") for name in EVALUATED)]
 )
 def test_published_models(name: str, mode: str) -> None:
-    """Of one batch under `jit`, and of two under `vmap`, in one program."""
+    """Compares one batch under `jit`, and two under `vmap`, in one program."""
     torch.manual_seed(0)
     model = getattr(published, name)()
     model.module.train(mode == "train")

@@ -148,7 +148,7 @@ def test_an_argument_that_is_frozen_has_no_derivative():
 
 
 class AsksInBackward(torch.autograd.Function):
-    """As code does that has a faster way for what is not differentiated again."""
+    """Reads whether backward is differentiated, as code does that has a faster way if it is not."""
 
     @staticmethod
     def forward(ctx, x, w):

@@ -1,4 +1,4 @@
-"""Rows I2 and I4: what a module keeps besides its parameters and buffers: its mode, attributes, and plain objects."""
+"""Rows I2 and I4: a module's state apart from parameters and buffers: its mode, attributes, and plain objects."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_eval_and_train_return_the_model_in_that_mode():
 
 
 @row("I4")
-def test_the_mode_that_was_adopted_may_not_change():
+def test_the_mode_at_conversion_may_not_change():
     module = dropping()
     net = jaxfn.from_torch(module)
     step = jax.jit(lambda p, x: net.apply(p, net.buffers, x, key=jax.random.key(0))[0])
@@ -71,7 +71,7 @@ def test_the_mode_that_was_adopted_may_not_change():
 
 
 @row("I4")
-def test_eval_calls_a_train_of_the_modules_own():
+def test_eval_calls_an_overridden_train():
     class Frozen(nn.Module):
         def __init__(self):
             super().__init__()
@@ -92,7 +92,7 @@ def test_eval_calls_a_train_of_the_modules_own():
 
 
 @row("I4")
-def test_a_train_that_changes_more_than_the_mode_is_refused():
+def test_a_train_that_changes_more_than_the_mode_raises():
     class Merges(nn.Linear):
         merged = False
 
@@ -154,7 +154,7 @@ def in_an_object(self, x):
     ],
 )
 @row("I2")
-def test_a_tensor_that_is_read_and_set_anew_is_refused(code, attributes):
+def test_a_tensor_that_is_read_and_replaced_raises(code, attributes):
     module = Net(code, **attributes)
     net = jaxfn.from_torch(module)
     for call in (net, jax.jit(lambda x: net(x)), jax.grad(lambda x: net(x).sum())):
@@ -180,7 +180,7 @@ def overwritten(self, x):
 
 
 @row("I2")
-def test_a_write_in_place_names_the_same_fix():
+def test_an_in_place_update_names_that_fix_too():
     with pytest.raises(jaxfn.TranslationError, match=r"self\.register_buffer\(name, tensor\)"):
         jaxfn.from_torch(Net(overwritten, h=torch.zeros(2, 2)))(X)
 
@@ -256,7 +256,7 @@ def moved(self, x):
     return x * self.table
 
 
-def made_once(self, x):
+def created_once(self, x):
     if self.table is None:
         self.table = torch.arange(2.0)
     return x * self.table
@@ -271,7 +271,7 @@ def helped(self, x):
     return x - self.reset
 
 
-def counted_anew(self, x):
+def counted_from_scratch(self, x):
     self.count = 0
     self.held = types.SimpleNamespace(h=x)
     for _ in range(3):
@@ -280,7 +280,7 @@ def counted_anew(self, x):
     return self.held.h * self.count
 
 
-def starts_anew(self, x):
+def starts_from_scratch(self, x):
     self.h = self.first
     for _ in range(2):
         self.h = torch.tanh(x + self.h)
@@ -295,16 +295,16 @@ ZEROS = torch.zeros(2)
     [
         (attention_is_shown, {"seen": torch.zeros(2)}),
         (moved, {"table": torch.arange(2.0)}),
-        (made_once, {"table": None}),
+        (created_once, {"table": None}),
         (attention_is_shown, {"seen": None}),
         (passed_on, {"reset": None}),
         (passed_on, {"reset": torch.ones(2)}),
-        (counted_anew, {}),
-        (starts_anew, {"h": ZEROS, "first": ZEROS}),
+        (counted_from_scratch, {}),
+        (starts_from_scratch, {"h": ZEROS, "first": ZEROS}),
     ],
 )
 @row("I2")
-def test_attributes_that_no_call_depends_on_are_no_state(code, attributes):
+def test_attributes_that_no_call_depends_on_are_not_state(code, attributes):
     module = Net(code, **attributes)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -356,7 +356,7 @@ def test_a_changed_numpy_array_and_set_are_seen():
 
 
 @row("I4")
-def test_objects_that_hold_each_other_are_no_trouble():
+def test_objects_that_hold_each_other_are_supported():
     config = types.SimpleNamespace(scale=2.0)
     config.again = config
     module = Net(lambda self, x: x * self.config.scale, config=config)

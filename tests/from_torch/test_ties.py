@@ -107,12 +107,12 @@ def test_the_first_of_equals_is_the_largest_of_a_window(pool):
     x[0, 1, 2:, :], x[0, 2] = -np.inf, 0
     x[1, 0, 1:, :], x[1, 2] = 0, -np.inf
     tensor = torch.tensor(x, requires_grad=True)
-    values, places = pooled(tensor)
+    values, indices = pooled(tensor)
     weights = np.random.default_rng(1).standard_normal(values.shape).astype(np.float32)
     (gradient,) = torch.autograd.grad((values * torch.tensor(weights)).sum(), tensor)
     ours = jaxfn.from_torch(pooled)
     np.testing.assert_array_equal(ours(x)[0], values.detach().numpy())
-    np.testing.assert_array_equal(ours(x)[1], places.numpy())
+    np.testing.assert_array_equal(ours(x)[1], indices.numpy())
     slope = jax.jit(jax.grad(lambda x: (ours(x)[0] * weights).sum()))(jnp.asarray(x))
     np.testing.assert_allclose(slope, gradient.numpy(), rtol=1e-6, atol=1e-6)
     mapped = jax.vmap(lambda x: ours(x[None])[0][0])(jnp.asarray(x))

@@ -1,4 +1,4 @@
-"""Contract row H16: TorchScript in torch code, which jaxfn interprets, whatever its executor has made of it."""
+"""Contract row H16: TorchScript in torch code, which jaxfn interprets, whatever its executor has compiled."""
 
 from __future__ import annotations
 
@@ -129,7 +129,7 @@ def test_a_module_of_which_a_call_fails_is_as_it_was():
 
 @pytest.mark.filterwarnings("ignore:.*changes the attribute")
 @row("H16", "I1")
-def test_a_script_module_by_itself():
+def test_a_script_module_alone():
     module = scripted(Scripted()).double()
     net = jaxfn.from_torch(module)
     output, buffers = net.apply(net.parameters, net.buffers, X, scale=3.0)
@@ -145,6 +145,6 @@ def test_what_a_script_module_holds_is_what_it_has_when_it_is_called():
     for calls in (3, 5):
         module.inner.calls = calls
         got = net.apply(net.parameters, net.buffers, X)[0]
-        kept = module.inner.count.clone()
+        count_before = module.inner.count.clone()
         assert_same([got], [module(torch.tensor(X)).detach().numpy()])
-        module.inner.count.copy_(kept)
+        module.inner.count.copy_(count_before)

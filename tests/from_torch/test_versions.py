@@ -74,7 +74,7 @@ def test_all_answers_that_differ_are_named(untested_torch, monkeypatch):
 
     shifted = {name: shift(answer) for name, answer in self_test.known_answers().items()}
     monkeypatch.setattr(self_test, "known_answers", lambda: shifted)
-    for _ in range(2):  # and the next call is refused too
+    for _ in range(2):  # and the next call raises too
         with pytest.raises(TranslationError, match=r"torch 2\.99\.0, which differs .* Install torch 2\.8, ") as caught:
             jaxfn.from_torch(Square)
         assert all(
@@ -223,7 +223,7 @@ def inside_autograd(apply):
     [inside_forward, inside_backward, inside_autograd],
     APPLIED,
 )
-def test_a_function_that_another_one_applies_keeps_its_rule(where, how):
+def test_a_function_that_another_one_applies_has_its_rule(where, how):
     function = where(APPLIED[how])
     x = torch.tensor([2.3, -0.8], requires_grad=True)
     y = function.apply(x)
@@ -261,7 +261,7 @@ IN_A_MODULE = {
 
 
 class InPlace(torch.autograd.Function):
-    """As published ones are, for memory."""
+    """A Function that mutates its input to save memory, as published ones do."""
 
     @staticmethod
     def forward(ctx, x):
@@ -396,7 +396,7 @@ def test_marks_and_tensors_of_a_module_are_seen_however_it_is_applied(name, is_t
     IN_A_MODULE,
     APPLIED,
 )
-def test_a_function_that_a_module_applies_keeps_its_rule(where, how):
+def test_a_function_that_a_module_applies_has_its_rule(where, how):
     weight = torch.nn.Parameter(torch.tensor([1.7, 0.6]))
     module = Net(lambda self, x: (IN_A_MODULE[where](APPLIED[how], self.w * x) * x).sum() + x.sum(), w=weight)
     x = torch.tensor([2.3, -0.8], requires_grad=True)
@@ -446,7 +446,7 @@ NOT_REPEATABLE = {
 @row("H11")
 @pytest.mark.filterwarnings("ignore:.*mark_dirty on a JAX array")
 @pytest.mark.parametrize("how", NOT_REPEATABLE)
-def test_a_call_that_cannot_be_made_again_is_refused_where_apply_is_compiled_and_was_taken_before(how):
+def test_a_call_that_cannot_be_repeated_raises_where_apply_is_compiled_and_was_taken_before(how):
     apply, ratio = NOT_REPEATABLE[how]
 
     def deviation(x):
@@ -490,7 +490,7 @@ def test_torch_is_as_it_was():
     assert attributes_of_torch() == before
 
 
-class Kept:
+class Holder:
     scale = None
 
 
@@ -500,98 +500,99 @@ def triangle(n):
 
 
 @row("H12")
-def test_constants_that_code_keeps_are_plain_tensors_afterwards():
-    kept = {}
+def test_constants_that_code_stores_are_plain_tensors_afterwards():
+    stored = {}
     layer = torch.nn.Linear(3, 3)
 
     def masked(x):
-        Kept.scale = torch.tensor(2.0, requires_grad=True)
-        kept["range"] = [torch.arange(4.0)[1:]]
+        Holder.scale = torch.tensor(2.0, requires_grad=True)
+        stored["range"] = [torch.arange(4.0)[1:]]
         layer.count = torch.zeros(3, dtype=torch.int64) + 1
-        return x * triangle(3) * Kept.scale
+        return x * triangle(3) * Holder.scale
 
-    function = function_of(masked, slope=lambda x: triangle(3) * Kept.scale * 10)
+    function = function_of(masked, slope=lambda x: triangle(3) * Holder.scale * 10)
     f = jaxfn.from_torch(function).apply
     x = np.arange(9, dtype=np.float32).reshape(3, 3)
     for _ in range(2):
         np.testing.assert_allclose(f(x), x * np.tril(np.full((3, 3), 2)))
         np.testing.assert_allclose(jax.grad(lambda x: f(x).sum())(x), np.tril(np.full((3, 3), 20)))
-    for tensor in (triangle(3), Kept.scale, *kept["range"], layer.count):
+    for tensor in (triangle(3), Holder.scale, *stored["range"], layer.count):
         assert type(tensor) is torch.Tensor
     assert torch.equal(triangle(3) @ torch.ones(3), torch.tensor([1.0, 2.0, 3.0]))
-    (Kept.scale * 3).backward()
-    assert Kept.scale.grad == 3 and kept["range"][0].tolist() == [1, 2, 3] and (layer.count * 2).tolist() == [2, 2, 2]
+    (Holder.scale * 3).backward()
+    assert Holder.scale.grad == 3
+    assert stored["range"][0].tolist() == [1, 2, 3] and (layer.count * 2).tolist() == [2, 2, 2]
     np.testing.assert_allclose(function.apply(torch.tensor(x)), f(x))
 
 
 NEURON = Net(lambda self, x: x)
-KEPT = []
+STORED = []
 
 
-def keep_in_a_module(x):
+def store_in_a_module(x):
     NEURON.mem = x * 2
 
 
-def keep_in_a_list(x):
-    KEPT.append(x * 2)
+def store_in_a_list(x):
+    STORED.append(x * 2)
 
 
-def keep_in_a_closure(x, cell=[]):  # noqa: B006
+def store_in_a_closure(x, cell=[]):  # noqa: B006
     cell[:] = [x.sin()]
 
 
 @row("H12")
 @pytest.mark.parametrize(
-    ("keep", "place"),
-    [(keep_in_a_module, "Net.mem"), (keep_in_a_list, "test_versions.KEPT"), (keep_in_a_closure, "a list")],
+    ("store", "location"),
+    [(store_in_a_module, "Net.mem"), (store_in_a_list, "test_versions.STORED"), (store_in_a_closure, "a list")],
 )
-def test_a_tensor_of_the_inputs_that_code_keeps_is_refused_and_its_place_named(keep, place):
-    def keeping(x):
-        keep(x)
+def test_a_tensor_of_the_inputs_that_code_stores_raises_and_its_location_is_named(store, location):
+    def storing(x):
+        store(x)
         return x.clone()
 
-    with pytest.raises(TranslationError, match=r"Runs.forward keeps a tensor .*ctx.save_for_backward") as caught:
-        jaxfn.from_torch(function_of(keeping)).apply(jnp.ones(3))
-    assert place in str(caught.value)
-    if keep is keep_in_a_module:
+    with pytest.raises(TranslationError, match=r"Runs.forward stores a tensor .*ctx.save_for_backward") as caught:
+        jaxfn.from_torch(function_of(storing)).apply(jnp.ones(3))
+    assert location in str(caught.value)
+    if store is store_in_a_module:
         assert type(NEURON.mem) is torch.Tensor and NEURON.mem.is_meta
-        function_of(keeping).apply(torch.ones(3))
+        function_of(storing).apply(torch.ones(3))
         assert NEURON.mem.tolist() == [2, 2, 2]
-    KEPT.clear()
+    STORED.clear()
 
 
-def keep_plainly(x):
+def plain_tensors(x):
     return [torch.arange(3.0) * 2, x * 2]
 
 
-def keep_with_a_graph(x):
+def tensors_with_a_graph(x):
     leaf = torch.ones(3, requires_grad=True)
     with torch.enable_grad():
         return [leaf, (leaf * x).exp()]
 
 
-def keep_with_a_graph_in_a_cycle(x):
+def tensors_with_a_graph_in_a_cycle(x):
     """The graph is garbage, and holds what it multiplied by, as torch's own that Python does not see."""
-    leaf, made = torch.ones(3), x * 2
+    leaf, doubled = torch.ones(3), x * 2
     with torch.enable_grad():
-        cycle = [(torch.ones(3, requires_grad=True) * made).grad_fn]
+        cycle = [(torch.ones(3, requires_grad=True) * doubled).grad_fn]
     cycle.append(cycle)
-    return [leaf, made]
+    return [leaf, doubled]
 
 
 @row("H12")
 @pytest.mark.usefixtures("few_objects")
-@pytest.mark.parametrize("keep", [keep_plainly, keep_with_a_graph, keep_with_a_graph_in_a_cycle])
-def test_what_a_refused_trace_leaves_is_plain(keep):
-    kept = []
+@pytest.mark.parametrize("store", [plain_tensors, tensors_with_a_graph, tensors_with_a_graph_in_a_cycle])
+def test_what_a_failed_trace_leaves_is_plain(store):
+    stored = []
 
-    def refused(x):
-        kept.extend(keep(x))
+    def failing(x):
+        stored.extend(store(x))
         return x if x.sum() > 0 else -x
 
     with pytest.raises(TranslationError, match="value"):
-        jaxfn.from_torch(function_of(refused)).apply(jnp.ones(3))
-    constant, dependent = kept
+        jaxfn.from_torch(function_of(failing)).apply(jnp.ones(3))
+    constant, dependent = stored
     assert type(constant) is type(dependent) is torch.Tensor
     assert constant.device.type == "cpu" and dependent.device.type == "meta"
     assert (constant + 1).shape == (3,)
@@ -599,7 +600,7 @@ def test_what_a_refused_trace_leaves_is_plain(keep):
 
 @row("H12")
 @pytest.mark.usefixtures("few_objects")
-def test_what_code_drops_again_is_not_taken_for_a_tensor_that_it_keeps():
+def test_what_code_drops_again_is_not_taken_for_a_tensor_that_it_stores():
     def dropping(x):
         cycle = [x * 2]
         cycle.append(cycle)
@@ -614,7 +615,7 @@ def test_what_code_drops_again_is_not_taken_for_a_tensor_that_it_keeps():
 
 @row("H12")
 def test_one_thread_traces_and_another_trains():
-    """In torch, with Functions of its own and distributions that check their parameters."""
+    """The other thread trains in torch, with separate Functions and distributions that check their parameters."""
 
     def train():
         for step in range(1000):
@@ -651,7 +652,7 @@ def test_one_thread_traces_and_another_trains():
 
 
 @row("H12")
-def test_threads_that_trace_side_by_side():
+def test_threads_that_trace_concurrently():
     def trace(factor):
         function = inside_backward(lambda x: round_taken(x * factor))
         return [float(jax.grad(jax.grad(jaxfn.from_torch(function).apply))(2.3)) for _ in range(5)]
@@ -662,7 +663,7 @@ def test_threads_that_trace_side_by_side():
 
 @row("H14")
 @pytest.mark.skipif(torch.__version__ >= (2, 13), reason="torch 2.13 and newer trace them")
-def test_a_custom_operation_is_refused_on_a_torch_that_does_not_trace_it():
+def test_a_custom_operation_raises_on_a_torch_that_does_not_trace_it():
     double = torch.library.custom_op(
         "jaxfn_test_versions::double", lambda x: 2 * x, mutates_args=(), schema="(Tensor x) -> Tensor"
     )

@@ -1,4 +1,4 @@
-"""Contract rows H1 and E3: a torch Function's own `vmap` is converted, next to torch's vmap on the same numbers."""
+"""Contract rows H1 and E3: a torch Function's own `vmap` is converted, next to torch's vmap on equal numbers."""
 
 from __future__ import annotations
 
@@ -208,7 +208,7 @@ class Unique(Scaled):
     ],
     ids=["combined style", "generate_vmap_rule", "keywords", "unique"],
 )
-def test_a_vmap_that_cannot_be_used_is_refused_by_vmap_alone(function: Any, options: Any, error: Any, message: str):
+def test_a_vmap_that_cannot_be_used_raises_under_vmap_alone(function: Any, options: Any, error: Any, message: str):
     apply = jaxfn.from_torch(function).apply
     np.testing.assert_array_equal(apply(X, **options), 2 * X)
     with pytest.raises(error, match=message):

@@ -22,7 +22,7 @@ X = np.array([0.5, -1.25, 2.0], np.float32)
 
 
 class Average(Base):
-    """As quantizers and normalizations have it: a running average, which is written to and used."""
+    """A running average that is mutated and used, as in quantizers and normalizations."""
 
     @staticmethod
     def forward(ctx, x, average):
@@ -88,7 +88,7 @@ class ByModule(Base):
 
 
 class Outer(Base):
-    """Applies one that writes to what was given to it."""
+    """Applies a Function that mutates its argument."""
 
     @staticmethod
     def forward(ctx, x, average):
@@ -214,9 +214,9 @@ class Marking(Base):
 @row("H8", "I2")
 @pytest.mark.parametrize("apply", [Average.apply, lambda x, y: Marking.apply(x, y)[0]], ids=["unmarked", "marked"])
 @pytest.mark.parametrize(
-    "other", [lambda x: x, lambda x: x[1:2], lambda x: x.view(3, 1)[:, 0]], ids=["the same", "a part", "a view"]
+    "other", [lambda x: x, lambda x: x[1:2], lambda x: x.view(3, 1)[:, 0]], ids=["itself", "a part", "a view"]
 )
-def test_a_write_that_is_seen_in_another_argument_is_refused(apply: Any, other: Any):
+def test_a_write_that_is_seen_in_another_argument_raises(apply: Any, other: Any):
     net = jaxfn.from_torch(Writes(lambda module, x: (lambda y: apply(other(y), y))(x.clone())))
     with pytest.raises(jaxfn.TranslationError, match="mutates its tensor argument 1, .* with tensor argument 0"):
         net.apply(net.parameters, net.buffers, np.ones(3, np.float32))
@@ -235,11 +235,11 @@ def outputs_that_share_memory(module, x):
 
 @row("H8", "I2")
 @pytest.mark.parametrize("code", [parts_that_do_not_overlap, outputs_that_share_memory])
-def test_memory_that_is_shared_and_not_written_to_is_no_trouble(code: Any):
+def test_memory_that_is_shared_and_not_written_to_is_supported(code: Any):
     assert_output_as_torch(code)
 
 
-# --- A clone is another tensor, and on JAX the same array.
+# --- A clone is another tensor, and on JAX an alias of the array.
 
 
 class MarksClone(Base):
@@ -282,7 +282,7 @@ COPIED = {
 @row("H2", "B8")
 @pytest.mark.parametrize("context", ["eager", "checkpoint"])
 @pytest.mark.parametrize("copied", COPIED)
-def test_a_mark_on_a_clone_of_an_output_is_no_mark_on_the_output(copied: str, context: str):
+def test_a_mark_on_a_clone_of_an_output_is_not_a_mark_on_the_output(copied: str, context: str):
     def loss(apply, x):
         y, same = apply(x, COPIED[copied])
         return 2 * y + 3 * same
@@ -291,7 +291,7 @@ def test_a_mark_on_a_clone_of_an_output_is_no_mark_on_the_output(copied: str, co
     assert_same_as_torch(CONTEXTS[context](lambda x: loss(apply, x)), lambda x: loss(MarksClone.apply, x), [X])
 
 
-class MarksTwoPlaces(Base):
+class MarksTwoOutputs(Base):
     @staticmethod
     def forward(ctx, x):
         y = x.sin()
@@ -304,9 +304,9 @@ class MarksTwoPlaces(Base):
 
 
 @row("H2", "B8")
-def test_a_mark_is_for_each_place_of_an_output():
-    apply = jaxfn.from_torch(MarksTwoPlaces).apply
-    assert_same_as_torch(lambda x: sum(apply(x)), lambda x: sum(MarksTwoPlaces.apply(x)), [X])
+def test_a_mark_is_for_each_position_of_an_output():
+    apply = jaxfn.from_torch(MarksTwoOutputs).apply
+    assert_same_as_torch(lambda x: sum(apply(x)), lambda x: sum(MarksTwoOutputs.apply(x)), [X])
 
 
 @row("H2", "D3")
@@ -319,7 +319,7 @@ def test_second_derivatives_where_a_clone_of_an_output_is_saved(copied: str):
         np.testing.assert_allclose(found, 0 * X if copied == "detach" else 5 * np.exp(X), rtol=1e-6)
 
 
-# --- One tensor in several places.
+# --- One tensor as several arguments or outputs.
 
 
 class InputTwice(Base):
@@ -398,7 +398,7 @@ SHARED: dict[str, Any] = {
 @row("H8", "I2")
 @pytest.mark.parametrize("is_by_data", [False, True], ids=["plain", "data"])
 @pytest.mark.parametrize("name", SHARED)
-def test_a_write_to_what_shares_memory_with_what_a_function_returned_is_refused(name: str, is_by_data: bool):
+def test_a_write_to_what_shares_memory_with_what_a_function_returned_raises(name: str, is_by_data: bool):
     how, written = SHARED[name]
 
     def code(module, x):
@@ -413,38 +413,38 @@ def test_a_write_to_what_shares_memory_with_what_a_function_returned_is_refused(
         net.apply(net.parameters, net.buffers, X)
 
 
-# --- What a Function keeps is in torch the caller's memory.
+# --- What a Function stores is in torch the caller's memory.
 
 
-class Keeps(Base):
-    """Keeps what `kept` takes of its second argument and its output, saved or as an attribute."""
+class Stores(Base):
+    """Stores what `select` returns of its second argument and its output, saved or as an attribute."""
 
     @staticmethod
-    def forward(ctx, x, state, kept, is_saved=False):
+    def forward(ctx, x, state, select, is_saved=False):
         y = x * state
-        ctx.is_saved, ctx.kept = is_saved, None if is_saved else kept(state, y)
+        ctx.is_saved, ctx.stored = is_saved, None if is_saved else select(state, y)
         if is_saved:
-            ctx.save_for_backward(kept(state, y))
+            ctx.save_for_backward(select(state, y))
         return y
 
     @staticmethod
     def backward(ctx, grad_output):
-        return grad_output * (ctx.saved_tensors[0] if ctx.is_saved else ctx.kept), None, None, None
+        return grad_output * (ctx.saved_tensors[0] if ctx.is_saved else ctx.stored), None, None, None
 
 
-def write_to_state(module, x, *kept):
-    y = Keeps.apply(x, module.average, *kept)
+def write_to_state(module, x, *select):
+    y = Stores.apply(x, module.average, *select)
     module.average.mul_(3)
     return y
 
 
-def write_to_output(module, x, *kept):
-    y = Keeps.apply(x, module.average, *kept)
+def write_to_output(module, x, *select):
+    y = Stores.apply(x, module.average, *select)
     y.data.mul_(3)
     return y
 
 
-KEPT = {
+STORED = {
     "attribute": lambda m, x: write_to_state(m, x, lambda state, y: state),
     "data": lambda m, x: write_to_state(m, x, lambda state, y: state.data, True),
     "output": lambda m, x: write_to_output(m, x, lambda state, y: y, True),
@@ -452,21 +452,21 @@ KEPT = {
 
 
 @row("H8", "I2")
-@pytest.mark.parametrize("name", KEPT)
-def test_backward_that_would_find_what_was_written_afterwards_is_refused(name: str):
-    assert_output_as_torch(KEPT[name])
-    net = jaxfn.from_torch(Writes(KEPT[name]))
-    with pytest.raises(jaxfn.TranslationError, match="Keeps.backward uses the new value, after an in-place update"):
+@pytest.mark.parametrize("name", STORED)
+def test_backward_that_would_find_what_was_written_afterwards_raises(name: str):
+    assert_output_as_torch(STORED[name])
+    net = jaxfn.from_torch(Writes(STORED[name]))
+    with pytest.raises(jaxfn.TranslationError, match="Stores.backward uses the new value, after an in-place update"):
         jax.grad(lambda x: net.apply(net.parameters, net.buffers, x)[0].sum())(X)
 
 
 @row("H8", "I2")
-def test_a_copy_that_is_kept_may_be_written_to_afterwards():
+def test_a_copy_that_is_stored_may_be_written_to_afterwards():
     def copied(state, y):
         return state.clone()
 
     def code(module, x):
-        return write_to_state(module, x, copied) + Keeps.apply(x, module.average, copied)
+        return write_to_state(module, x, copied) + Stores.apply(x, module.average, copied)
 
     for result, expected in zip(ours(code, X), torchs(code, X), strict=True):
         np.testing.assert_allclose(result, expected, rtol=2e-6)
@@ -484,7 +484,7 @@ class WritesInBackward(Base):
 
 
 @row("H8", "I2")
-def test_a_backward_that_writes_to_a_buffer_is_refused():
+def test_a_backward_that_writes_to_a_buffer_raises():
     net = jaxfn.from_torch(Writes(lambda module, x: WritesInBackward.apply(x, module.average)))
     net.apply(net.parameters, net.buffers, X)
     with pytest.raises(jaxfn.TranslationError, match="WritesInBackward.backward mutates input 1 of the call"):
@@ -519,12 +519,12 @@ def test_running_statistics_have_no_derivative(code: Any):
             return code(self, x)
 
     x = np.random.default_rng(0).normal(size=(4, 4)).astype(np.float32)
-    module, given = Normalizes(), torch.tensor(x, requires_grad=True)
-    module(given).square().sum().backward()
+    module, leaf = Normalizes(), torch.tensor(x, requires_grad=True)
+    module(leaf).square().sum().backward()
     net = jaxfn.from_torch(Normalizes())
 
     def loss(x):
         y, buffers = net.apply(net.parameters, net.buffers, x)
         return jnp.square(y).sum() + sum(map(jnp.sum, jax.tree.leaves(buffers)))
 
-    np.testing.assert_allclose(jax.grad(loss)(x), given.grad, rtol=1e-4, atol=1e-5)
+    np.testing.assert_allclose(jax.grad(loss)(x), leaf.grad, rtol=1e-4, atol=1e-5)

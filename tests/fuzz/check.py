@@ -15,25 +15,25 @@ from typing import Any, cast
 import jax
 
 from tests.fuzz.compare import ANOTHER_DRAW, difference, difference_of_counts, is_of_one_draw, result_and_runs
-from tests.fuzz.functions import write_by_hand_in_forward_mode
+from tests.fuzz.functions import write_hand_written_in_forward_mode
 from tests.fuzz.operations import OPERATIONS
 from tests.fuzz.program import Operation, Program, walk
 from tests.fuzz.source import write, write_alone
 from tests.fuzz.types import FLOATS
 
-AGREED, DISCARDED, REFUSED, WRONG = "agreed", "discarded", "refused", "wrong"
-_REFUSALS = (NotImplementedError, RuntimeError, TypeError, ValueError)
+AGREED, DISCARDED, REJECTED, WRONG = "agreed", "discarded", "rejected", "wrong"
+_REJECTIONS = (NotImplementedError, RuntimeError, TypeError, ValueError)
 _TOLERANCES = {"float32": 5e-4, "bfloat16": 0.1}
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a program went.
+    """The result of checking a program.
 
     Attributes:
-      kind: the two sides agreed; the twins raise, so that the program means nothing; jaxfn refused it by name; or
+      kind: the two sides agreed; the twins raise, so that the program means nothing; jaxfn rejected it by name; or
         what jaxfn did is wrong.
-      message: what was refused, or is wrong, without the names and numbers of this one program.
+      message: what was rejected, or is wrong, without the names and numbers of this one program.
       comparisons: how many arrays and counts were compared.
     """
 
@@ -43,7 +43,7 @@ class Outcome:
 
     @property
     def sort(self) -> str:
-        """What stays the same while a program is shrunk: the kind, and how the message begins."""
+        """The part that shrinking a program preserves: the kind, and the beginning of the message."""
         beginning, _, detail = self.message.partition(": ")
         return f"{self.kind} {beginning} {'' if 'often' in beginning else detail[:24]}".strip()
 
@@ -61,7 +61,7 @@ def check(program: Program) -> Outcome:
             with _all_frames():
                 got = _measured(program, namespace, "FUNCTIONS")
         except Exception as error:
-            return Outcome(REFUSED if is_refusal(error) else WRONG, normalized(error))
+            return Outcome(REJECTED if is_rejection(error) else WRONG, normalized(error))
     comparisons, tolerance = len(jax.tree.leaves(got)), tolerance_of(program)
     if not program.stateful:
         message = difference(got, wanted, tolerance)
@@ -69,16 +69,16 @@ def check(program: Program) -> Outcome:
     (argument,) = namespace["ARGUMENTS"]
     message = difference_of_counts(got, wanted, argument, tolerance)
     if message == ANOTHER_DRAW and any(spec.has_forward_mode for spec in program.functions):
-        namespace = _namespace(write(program, write_by_hand_in_forward_mode))
-        by_hand, _ = _measured(program, namespace, "TWINS")
-        if not is_of_one_draw(by_hand, argument, tolerance):
-            return Outcome(DISCARDED, "a jax.custom_jvp by hand: its gradient belongs to another draw as well")
+        namespace = _namespace(write(program, write_hand_written_in_forward_mode))
+        hand_written, _ = _measured(program, namespace, "TWINS")
+        if not is_of_one_draw(hand_written, argument, tolerance):
+            return Outcome(DISCARDED, "a hand-written jax.custom_jvp: its gradient belongs to another draw as well")
     return Outcome(WRONG if message else AGREED, message, comparisons)
 
 
 @contextmanager
 def _all_frames() -> Generator[None]:
-    """Errors show the frames of jaxfn too, by which a refusal is known."""
+    """Errors show the frames of jaxfn too, by which a rejection is known."""
     filtering = cast(Any, jax.config).jax_traceback_filtering
     jax.config.update("jax_traceback_filtering", "off")
     try:
@@ -111,15 +111,15 @@ def agrees_in_double_precision(program: Program) -> bool:
 
 
 def tolerance_of(program: Program) -> float:
-    """How much results may differ, relative to the largest."""
+    """Returns how much results may differ, relative to the largest."""
     dtypes = {argument.dtype for argument in program.arguments}
     names = {s.name for s in walk(program.block) if isinstance(s, Operation)}
     is_coarse = "bfloat16" in dtypes or any("bfloat16" in OPERATIONS[name].source for name in names)
     return _TOLERANCES[FLOATS[is_coarse]]
 
 
-def is_refusal(error: BaseException) -> bool:
-    """Whether an exception is jaxfn's own, in words that name the Function.
+def is_rejection(error: BaseException) -> bool:
+    """Whether an exception is jaxfn's own, with a message that names the Function.
 
     Or JAX's, of an eager `shard_map` inside an eager `jax.checkpoint`.
     """
@@ -127,7 +127,7 @@ def is_refusal(error: BaseException) -> bool:
         return True
     files = [frame.f_code.co_filename for frame, _ in traceback.walk_tb(error.__traceback__)]
     names_function = re.search(r"\bF\d+\b", str(error))
-    return type(error) in _REFUSALS and bool(names_function and files and "/jaxfn/" in files[-1])
+    return type(error) in _REJECTIONS and bool(names_function and files and "/jaxfn/" in files[-1])
 
 
 def normalized(error: BaseException) -> str:

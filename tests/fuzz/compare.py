@@ -1,4 +1,4 @@
-"""How results of jaxfn differ from those of the twins. Printed programs contain these functions."""
+"""Differences of jaxfn's results from those of the twins. Printed programs contain these functions."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ VALUES_DIFFER = "values differ"
 
 
 def difference(got: Any, want: Any, tolerance: float) -> str:
-    """How two results differ, "" where they do not; values relative to the largest."""
+    """Describes how two results differ, "" if they do not; values relative to the largest."""
     if jax.tree.structure(got) != jax.tree.structure(want):
         return "structures differ"
     pairs = list(zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True))
@@ -35,16 +35,16 @@ def result_and_runs(measured: Any, arguments: tuple[Any, ...], runs: dict[str, i
 
 
 def difference_of_counts(got: Any, want: Any, argument: Any, tolerance: float) -> str:
-    """Whether forward runs more often than by hand, or the gradient belongs to another draw than the output."""
-    (result, counts), (_, by_hand) = got, want
+    """Describes extra runs of forward compared with the hand-written one, or a gradient of another draw; "" if none."""
+    (result, counts), (_, hand_written) = got, want
     # Not at all where the output is not used.
-    if any(ours > theirs or bool(ours) is not bool(theirs) for ours, theirs in zip(counts, by_hand, strict=True)):
-        return f"forward runs more often than by hand: {counts}, not {by_hand}"
+    if any(ours > theirs or bool(ours) is not bool(theirs) for ours, theirs in zip(counts, hand_written, strict=True)):
+        return f"forward runs more often than hand-written: {counts}, not {hand_written}"
     return "" if is_of_one_draw(result, argument, tolerance) else "the gradient belongs to another draw than the output"
 
 
 def is_of_one_draw(result: Any, argument: Any, tolerance: float) -> bool:
-    """As stateful programs are linear, loss = gradient . argument for one draw."""
+    """Whether loss = gradient . argument, which holds for one draw as stateful programs are linear."""
     if not isinstance(result, tuple):
         return True
     loss, gradient = (np.asarray(x, np.float64) for x in result)

@@ -6,7 +6,7 @@ import random
 from collections.abc import Sequence
 
 from tests.fuzz.formulas import FORMULAS, PURE, STATEFUL
-from tests.fuzz.functions import KEEPINGS, MODES, STYLES, VMAP_RULES, FunctionSpec
+from tests.fuzz.functions import MODES, SAVE_STYLES, STYLES, VMAP_RULES, FunctionSpec
 from tests.fuzz.infer import Scope, infer, parameter_types, types_of, types_of_arguments
 from tests.fuzz.measures import LINEAR_MEASURES, MEASURES
 from tests.fuzz.operations import OPERATIONS
@@ -155,7 +155,7 @@ class _Drawing:
                 formula.name,
                 rng.choice(list(formula.savings)),
                 rng.choice(STYLES),
-                rng.choice(KEEPINGS),
+                rng.choice(SAVE_STYLES),
                 rng.choice(modes) if self._forward else rng.choices(modes, [6, 1, 1, 1])[0],
                 guards=rng.random() < 0.3,
                 materialize=rng.random() < 0.8,
@@ -232,12 +232,12 @@ class _Drawing:
         return 0 if rng.random() < 0.4 else rng.randint(-rank - 1, rank)
 
     def _results(self, statements: Sequence[Statement], scope: Scope, most: int) -> tuple[str, ...]:
-        """Some of what the statements made, and their last float among it."""
-        made = [name for statement in statements for name in statement.outputs]
-        floats = [name for name in made if scope[name].is_float]
+        """Chooses some outputs of the statements, among them their last float."""
+        assigned = [name for statement in statements for name in statement.outputs]
+        floats = [name for name in assigned if scope[name].is_float]
         if not floats:
             raise IllTypedError
-        others = [] if self._stateful else [name for name in made if name != floats[-1]]
+        others = [] if self._stateful else [name for name in assigned if name != floats[-1]]
         others = others or floats[:-1]
         return (*self._rng.sample(others, self._rng.randint(0, min(len(others), most - 1))), floats[-1])
 

@@ -1,7 +1,7 @@
 """The mathematics of the Functions: what each computes, saves and says its derivative is, and its twin in plain JAX.
 
 Everything is Python source. `x`, `w` and `k` are parameters, `c` is closed over, `y0` and `y1` are outputs, `g0` and
-`g1` their gradients, `dx` and `dw` tangents; other names are made by the steps.
+`g1` their gradients, `dx` and `dw` tangents; other names are assigned by the steps.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ class Saving:
 
     Attributes:
       names: what is saved: parameters, steps, outputs.
-      grads: the gradient of each parameter, `None` for none, made of what is saved and of `g0`, `g1`.
-      tangents: the tangent of each output likewise, made of `dx` and `dw`.
+      grads: the gradient of each parameter, `None` for none, computed from what is saved and from `g0`, `g1`.
+      tangents: the tangent of each output, computed from `dx` and `dw`.
     """
 
     names: tuple[str, ...]
@@ -289,7 +289,7 @@ _OTHERS = [
     ),
 ]  # fmt: skip
 
-# Linear in x, so that x times the gradient is the output, if both belong to the same draw.
+# Linear in x, so that x times the gradient is the output, if both belong to one draw.
 _STATEFUL = [
     _unary(
         "drops by numpy", "x * m", {"intermediate": (("m",), "m")}, steps=(("m", "drawn_by_numpy(x.shape)"),),

@@ -1,4 +1,4 @@
-"""The ways of writing a Function down: source of a formula's Function, and of what stands beside it."""
+"""The styles of a Function: source of a formula's Function, and of its twin."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from tests.fuzz.formulas import FORMULAS, Formula, Saving
 
 STYLES = ("combined", "separate", "decorator", "decorator separate", "by name")
-KEEPINGS = ("positional", "named", "attributes")
+SAVE_STYLES = ("positional", "named", "attributes")
 MODES = ("reverse", "both", "generated", "forward")
 VMAP_RULES = ("", "first", "last")
 
@@ -22,19 +22,19 @@ class FunctionSpec:
       formula: a name in `FORMULAS`.
       saving: a name among the formula's savings.
       style: one of `STYLES`.
-      keeping: by which means things are saved, one of `KEEPINGS`.
+      save_style: how values are saved, one of `SAVE_STYLES`.
       modes: `backward`, `backward` and `jvp`, `backward` and `generate_jvp_rule`, or `jvp`.
       guards: whether `backward` looks at `needs_input_grad`.
       materialize: whether missing gradients come as zeros.
-      vmap_rule: where a `vmap` of its own puts the batch, "" for none.
+      vmap_rule: where the Function's `vmap` puts the batch, "" for none.
       packed: whether the parameters come in one dict.
-      passes_statics: whether static arguments are given in the call, and not left to their defaults.
+      passes_statics: whether static arguments are passed in the call, and not left to their defaults.
     """
 
     formula: str
     saving: str
     style: str = "combined"
-    keeping: str = "positional"
+    save_style: str = "positional"
     modes: str = "reverse"
     guards: bool = False
     materialize: bool = True
@@ -49,7 +49,7 @@ class FunctionSpec:
 
     @property
     def rules(self) -> Saving:
-        """What is saved, and the rules made of it."""
+        """The saved values, and the rules that use them."""
         return self.mathematics.savings[self.saving]
 
     @property
@@ -72,7 +72,7 @@ class FunctionSpec:
             or (self.packed and (not is_class or not self.materialize or formula.statics))
             or (self.modes == "generated" and not is_class)
             or (self.modes != "reverse" and self.style == "by name")
-            or (self.keeping == "positional" and "factor" in saved)  # a Python number
+            or (self.save_style == "positional" and "factor" in saved)  # a Python number
             or (self.passes_statics and not formula.statics)
             or (formula.stateful and self.is_separate and steps & saved)  # setup_context would draw again
         )
@@ -110,7 +110,7 @@ def write_twin(spec: FunctionSpec, name: str) -> list[str]:
     return [f"def {name}({_signature(spec)}):", *indented([*_unpacked_dict(spec), *lines])]
 
 
-def write_by_hand(spec: FunctionSpec, name: str) -> list[str]:
+def write_hand_written(spec: FunctionSpec, name: str) -> list[str]:
     """Lines that define the `jax.custom_vjp` that a JAX user would write."""
     formula, saved = spec.mathematics, spec.rules.names
     signature, body = _signature(spec), [*_unpacked_dict(spec), *formula.body]
@@ -126,18 +126,19 @@ def write_by_hand(spec: FunctionSpec, name: str) -> list[str]:
     ]  # fmt: skip
 
 
-def write_by_hand_in_forward_mode(spec: FunctionSpec, name: str) -> list[str]:
+def write_hand_written_in_forward_mode(spec: FunctionSpec, name: str) -> list[str]:
     """Lines that define the `jax.custom_jvp` that a JAX user would write."""
     formula, unpacked = spec.mathematics, _unpacked_dict(spec)
     results = ", ".join(formula.output_names)
     names = [*(["packed"] if spec.packed else formula.parameters), *formula.static_names]
     tangents = [f'd{name} = dpacked["{name}"]' for name in formula.parameters] if spec.packed else []
-    given = [f"{tuple_of(names)} = primals", f"{tuple_of([f'd{n}' for n in names])} = tangents", *unpacked, *tangents]
+    primals_and_tangents = [f"{tuple_of(names)} = primals", f"{tuple_of([f'd{n}' for n in names])} = tangents"]
     return [
         "@jax.custom_jvp", f"def {name}({_signature(spec)}):",
         *indented([*unpacked, *formula.body, f"return {results}"]), "",
         f"@{name}.defjvp", f"def {name}_jvp(primals, tangents):",
-        *indented([*given, *formula.body, f"return ({results}), ({', '.join(map(str, spec.rules.tangents))})"]),
+        *indented([*primals_and_tangents, *unpacked, *tangents, *formula.body]),
+        f"    return ({results}), ({', '.join(map(str, spec.rules.tangents))})",
     ]  # fmt: skip
 
 
@@ -155,7 +156,7 @@ def value_of(spec: FunctionSpec, name: str) -> str:
 
 
 def arguments_of(spec: FunctionSpec, inputs: Sequence[str]) -> str:
-    """What stands between the parentheses of a call."""
+    """The source between the parentheses of a call."""
     formula = spec.mathematics
     if spec.packed:
         return _dict(formula.parameters, inputs)
@@ -194,24 +195,24 @@ def _setup_context(spec: FunctionSpec) -> list[str]:
 
 
 def _saves(spec: FunctionSpec) -> list[str]:
-    """What puts things on ctx."""
+    """The lines that save values on ctx."""
     formula, names = spec.mathematics, spec.rules.names
     lines = [f"ctx.mark_non_differentiable({', '.join(f'y{i}' for i in formula.marked)})"] if formula.marked else []
     if not spec.materialize:
         lines.append("ctx.set_materialize_grads(False)")
         for kind, values in (("inputs", formula.parameters), ("outputs", formula.output_names)):
             lines.append(f"ctx.of_{kind} = {tuple_of([f'({v}.shape, str({v}.dtype))' for v in values])}")
-    if spec.keeping == "attributes":
+    if spec.save_style == "attributes":
         return [*lines, *(f"ctx.{name} = {name}" for name in names)]
-    saved = [f"{name}={name}" if spec.keeping == "named" else name for name in names]
+    saved = [f"{name}={name}" if spec.save_style == "named" else name for name in names]
     return [*lines, f"ctx.save_for_backward({', '.join(saved)})"] if saved else lines
 
 
 def _unpacked_saves(spec: FunctionSpec) -> list[str]:
     names = spec.rules.names
-    if spec.keeping == "attributes":
+    if spec.save_style == "attributes":
         return [f"{name} = ctx.{name}" for name in names]
-    if spec.keeping == "named":
+    if spec.save_style == "named":
         return [f"{name} = ctx.saved_variables.{name}" for name in names]
     return [f"{tuple_of(names)} = ctx.saved_tensors"] if names else []
 
@@ -241,11 +242,11 @@ def _backward(spec: FunctionSpec) -> list[str]:
 def _jvp(spec: FunctionSpec) -> list[str]:
     formula = spec.mathematics
     tangents = [f"d{name}" for name in formula.parameters]
-    given = ["packed"] if spec.packed else [*tangents, *(f"d{name}" for name in formula.static_names)]
+    parameters = ["packed"] if spec.packed else [*tangents, *(f"d{name}" for name in formula.static_names)]
     unpacked = [f'd{name} = packed["{name}"]' for name in formula.parameters] if spec.packed else []
     lines = [*_unpacked_saves(spec), *unpacked, *_zeros(spec, tangents, "inputs")]
     returned = ", ".join(str(tangent) for tangent in spec.rules.tangents)
-    return [f"def jvp(ctx, {', '.join(given)}):", *indented([*lines, f"return {returned}"])]
+    return [f"def jvp(ctx, {', '.join(parameters)}):", *indented([*lines, f"return {returned}"])]
 
 
 def _vmap(spec: FunctionSpec, forward: str) -> list[str]:
@@ -278,7 +279,7 @@ def _renamed(function: Sequence[str], name: str) -> list[str]:
 
 
 def indented(lines: Sequence[str]) -> list[str]:
-    """Lines one level further in."""
+    """Lines indented by one more level."""
     return [f"    {line}" if line else line for line in lines]
 
 

@@ -70,12 +70,12 @@ def _called(call: Call, types: list[Type], closed: list[Type]) -> list[Type]:
 
 
 def parameter_types(kind: str, label: str, options: Options, types: Sequence[Type]) -> list[Type]:
-    """What the block of a transformation is given."""
+    """The types of the parameters of a transformation's block."""
     if kind == "vmap":
-        given = list(zip(types, options.in_axes, strict=True))
-        demand(all(axis is None or -t.rank <= axis < t.rank for t, axis in given))
-        demand(len({t.shape[axis] for t, axis in given if axis is not None}) == 1)
-        return [t if axis is None else t.without_axis(axis).on(label) for t, axis in given]
+        pairs = list(zip(types, options.in_axes, strict=True))
+        demand(all(axis is None or -t.rank <= axis < t.rank for t, axis in pairs))
+        demand(len({t.shape[axis] for t, axis in pairs if axis is not None}) == 1)
+        return [t if axis is None else t.without_axis(axis).on(label) for t, axis in pairs]
     if kind in ("shard_map", "sharded jit"):
         shards = [_shard(t, axis, label, options.devices) for t, axis in zip(types, options.in_axes, strict=True)]
         return shards if kind == "shard_map" else list(types)
@@ -105,9 +105,9 @@ def _wrapped(wrap: Wrap, types: list[Type], scope: Scope) -> list[Type]:
     if kind == "vmap":
         demand(len(options.out_axes) == len(results))
         size = next(t.shape[a] for t, a in zip(types, options.in_axes, strict=True) if a is not None)
-        given = list(zip(results, options.out_axes, strict=True))
-        demand(all(axis is not None or wrap.label not in t.batches for t, axis in given))
-        return [(t if axis is None else t.with_axis(axis, size)).off(wrap.label) for t, axis in given]
+        pairs = list(zip(results, options.out_axes, strict=True))
+        demand(all(axis is not None or wrap.label not in t.batches for t, axis in pairs))
+        return [(t if axis is None else t.with_axis(axis, size)).off(wrap.label) for t, axis in pairs]
     if kind == "shard_map":
         return [_gathered(t, wrap.label, options.devices) for t in results]
     if kind in ("fori", "while", "scan"):

@@ -1,4 +1,4 @@
-"""What is computed of a program: values, and derivatives in every mode, as source."""
+"""Measures of a program: values, and derivatives in every mode, as source."""
 
 from __future__ import annotations
 

@@ -18,7 +18,7 @@ class Primitive:
 
     @property
     def arity(self) -> int:
-        """How many inputs it has."""
+        """The number of inputs."""
         return 2 if "{1}" in self.source else 1
 
 
@@ -28,7 +28,7 @@ def _unary(
     condition: Callable[[Type], bool] = lambda x: True,
     linear: bool = False,
 ) -> Primitive:
-    """An operation of a floating-point value that keeps its dtype."""
+    """An operation of a floating-point value that preserves its dtype."""
 
     def type_of(x: Type) -> Type:
         demand(x.is_float and condition(x))
@@ -76,7 +76,7 @@ OPERATIONS = {
     "half": _unary("0.5 * {0}", linear=True),
     "negate": _unary("-{0}", linear=True),
     "shift": _unary("{0} + 0.25"),
-    "named": _unary('checkpoint_name(jnp.sin({0}), "kept")'),
+    "named": _unary('checkpoint_name(jnp.sin({0}), "named")'),
     "sum first": _unary("{0}.sum(0)", lambda x: x.shape[1:], _has_axis, linear=True),
     "mean last": _unary("{0}.mean(-1)", lambda x: x.shape[:-1], lambda x: x.rank > 0 and not x.is_empty, linear=True),
     "sum": _unary("0.5 * {0}.sum()", lambda x: (), linear=True),

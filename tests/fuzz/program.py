@@ -42,7 +42,7 @@ class Call:
 
 @dataclass(frozen=True)
 class Options:
-    """How a transformation is set; each kind looks at its own.
+    """The options of a transformation; each kind reads its own.
 
     Attributes:
       in_axes: of vmap, one per input; of shard_map and sharded jit, 0 where the input is split over the devices.
@@ -87,7 +87,7 @@ Statement = Operation | Call | Wrap
 
 @dataclass(frozen=True)
 class Measure:
-    """What is computed of a program.
+    """The values and derivatives to compute.
 
     Attributes:
       name: a row of the table in `measures`.

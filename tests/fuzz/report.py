@@ -12,7 +12,7 @@ import jax
 from tests.fuzz.check import (
     AGREED,
     DISCARDED,
-    REFUSED,
+    REJECTED,
     WRONG,
     Outcome,
     agrees_in_double_precision,
@@ -38,12 +38,12 @@ class Disagreement:
 
     @property
     def source(self) -> str:
-        """Python that runs by itself and shows it."""
+        """A complete Python program that shows it."""
         return write_alone(self.program, tolerance_of(self.program))
 
     @property
     def features(self) -> str:
-        """What the shrunken program is made of: alike in programs that go wrong for the same reason."""
+        """The parts of the shrunken program: alike in programs that go wrong for one reason."""
         program, measure = self.program, self.program.measure
         wraps = " ".join(wrap.kind for wrap in program.wraps) or "no transformation"
         functions = {_described(s) for s in walk(program.block) if isinstance(s, Call)}
@@ -60,19 +60,19 @@ def _described(call: Call) -> str:
 
 @dataclass
 class Report:
-    """What came of a number of programs.
+    """The results of a number of programs.
 
     Attributes:
       kinds: how many there were of each kind of outcome.
-      refusals: how many of each message.
-      discarded: likewise, of the twins.
+      rejections: how many of each message.
+      discarded: how many of each message of the twins.
       comparisons: how many arrays and counts were compared.
       disagreements: those that were shrunk.
       seconds: how long it took, with shrinking.
     """
 
     kinds: Counter[str] = field(default_factory=Counter)
-    refusals: Counter[str] = field(default_factory=Counter)
+    rejections: Counter[str] = field(default_factory=Counter)
     discarded: Counter[str] = field(default_factory=Counter)
     comparisons: int = 0
     disagreements: list[Disagreement] = field(default_factory=list)
@@ -82,8 +82,8 @@ class Report:
         """Counts an outcome."""
         self.kinds[outcome.kind] += 1
         self.comparisons += outcome.comparisons
-        if outcome.kind == REFUSED:
-            self.refusals[outcome.message] += 1
+        if outcome.kind == REJECTED:
+            self.rejections[outcome.message] += 1
         elif outcome.kind == DISCARDED:
             self.discarded[outcome.message] += 1
 
@@ -93,7 +93,7 @@ class Report:
             f"{self.kinds.total()} programs in {self.seconds:.0f} s",
             f"{self.comparisons} comparisons; {self.kinds[AGREED]} programs agree",
         ]
-        for title, counter in (("refused", self.refusals), ("discarded", self.discarded)):
+        for title, counter in (("rejected", self.rejections), ("discarded", self.discarded)):
             lines.append(f"{counter.total()} {title}")
             lines += [f"  {count:5} {message}" for message, count in counter.most_common()]
         lines.append(f"{self.kinds[WRONG]} disagreements")
@@ -123,7 +123,7 @@ def fuzz(
       seconds: after which no further program is begun.
       shrinking: seconds for each disagreement; 0 for none.
       checked: what says how a program goes.
-      say: is told of every disagreement as soon as it is found.
+      say: is called with every disagreement as soon as it is found.
     """
     report, start = Report(), time.monotonic()
     for done, seed in enumerate(seeds):
@@ -139,6 +139,6 @@ def fuzz(
             report.disagreements.append(Disagreement(seed, outcome, small))
             say(f"seed {seed}: {outcome.message}")
         if done % _PROGRAMS_BETWEEN_CLEARINGS == _PROGRAMS_BETWEEN_CLEARINGS - 1:
-            jax.clear_caches()  # every compiled program is kept otherwise
+            jax.clear_caches()  # every compiled program is cached otherwise
     report.seconds = time.monotonic() - start
     return report

@@ -1,4 +1,4 @@
-"""Makes a program smaller, as long as the same goes wrong."""
+"""Makes a program smaller, as long as it goes wrong in one way."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _SIMPLE_MEASURES = ("value", "grad", "jvp", "grad of grad", "value_and_grad")
 def shrink(
     program: Program, outcome: Outcome, seconds: float, checked: Callable[[Program], Outcome] = check
 ) -> Program:
-    """The smallest program found in this time of which `checked` says the same as of the program given."""
+    """The smallest program found in this time for which `checked` returns what it does for `program`."""
     deadline = time.monotonic() + seconds
     tried = {program}
     progress = True
@@ -62,7 +62,7 @@ def simpler(program: Program) -> Iterator[Program]:
 
 
 def _set(items: tuple[Any, ...], i: int, *values: Any) -> tuple[Any, ...]:
-    """The items with these in place of one of them."""
+    """The items with these instead of one of them."""
     return (*items[:i], *values, *items[i + 1 :])
 
 
@@ -81,15 +81,15 @@ def _with_simpler_block(block: Block, scope: Scope) -> Iterator[Block]:
 
 
 def _without(block: Block, i: int, scope: Scope) -> Iterator[Block]:
-    """The block without a statement: results that it made are dropped, or something else stands for them.
+    """The block without a statement: its results are dropped or replaced.
 
-    That is something of the same type, if there is, and otherwise what the statement read.
+    A result is replaced by a value of its type, if there is one, and otherwise by an input of the statement.
     """
     removed = block.statements[i]
     rest = replace(block, statements=_set(block.statements, i))
-    kept = tuple(name for name in rest.results if name not in removed.outputs)
-    if kept and len(kept) < len(rest.results):
-        yield replace(rest, results=kept)
+    remaining = tuple(name for name in rest.results if name not in removed.outputs)
+    if remaining and len(remaining) < len(rest.results):
+        yield replace(rest, results=remaining)
     earlier = [*removed.inputs, *block.parameters, *(n for s in block.statements[:i] for n in s.outputs)]
     names: dict[str, str] = {}
     for output in removed.outputs:
@@ -100,7 +100,7 @@ def _without(block: Block, i: int, scope: Scope) -> Iterator[Block]:
 
 
 def _inlined(block: Block, wrap: Wrap, i: int) -> Block:
-    """The block with a transformation's block in place of the call of it."""
+    """The block with a transformation's block instead of its call."""
     inner = _renamed(wrap.block, dict(zip(wrap.block.parameters, wrap.inputs, strict=True)))
     spliced = replace(block, statements=_set(block.statements, i, *inner.statements))
     return _renamed(spliced, dict(zip(wrap.outputs, inner.results, strict=False)))
@@ -186,14 +186,14 @@ def _with_smaller_arguments(program: Program) -> Iterator[Program]:
 def _without_unused_arguments(program: Program) -> Program:
     """The program without the arguments that it neither reads nor differentiates, unless these would be none."""
     read = names_read(*program.block.statements).union(program.block.results)
-    kept = [i for i in range(len(program.arguments)) if f"x{i}" in read]
-    argnums = tuple(kept.index(i) for i in program.measure.argnums if i in kept)
-    if not argnums or len(kept) == len(program.arguments):
+    remaining = [i for i in range(len(program.arguments)) if f"x{i}" in read]
+    argnums = tuple(remaining.index(i) for i in program.measure.argnums if i in remaining)
+    if not argnums or len(remaining) == len(program.arguments):
         return program
-    block = _renamed(program.block, {f"x{old}": f"x{new}" for new, old in enumerate(kept)})
-    block = replace(block, parameters=tuple(f"x{i}" for i in range(len(kept))))
+    block = _renamed(program.block, {f"x{old}": f"x{new}" for new, old in enumerate(remaining)})
+    block = replace(block, parameters=tuple(f"x{i}" for i in range(len(remaining))))
     measure = replace(program.measure, argnums=argnums)
-    return replace(program, arguments=tuple(program.arguments[i] for i in kept), block=block, measure=measure)
+    return replace(program, arguments=tuple(program.arguments[i] for i in remaining), block=block, measure=measure)
 
 
 def _renamed(block: Block, names: dict[str, str]) -> Block:

@@ -1,4 +1,4 @@
-"""A program as Python source that runs by itself, and says what differs."""
+"""A program as a complete Python program, which says what differs."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from tests.fuzz.functions import (
     indented,
     tuple_of,
     value_of,
-    write_by_hand,
     write_factory,
     write_function,
+    write_hand_written,
 )
 from tests.fuzz.functions import write_twin as write_plain
 from tests.fuzz.infer import Scope, types_of
@@ -24,14 +24,14 @@ from tests.fuzz.operations import OPERATIONS
 from tests.fuzz.program import Argument, Block, Call, Operation, Program, Statement, Wrap
 
 Twin = Callable[[FunctionSpec, str], list[str]]
-"""Lines that define, under a name, what stands beside a Function."""
+"""Lines that define, under a name, the twin of a Function."""
 
 POLICIES = {
     "none": "",
     "nothing": ", policy=jax.checkpoint_policies.nothing_saveable",
     "everything": ", policy=jax.checkpoint_policies.everything_saveable",
     "dots": ", policy=jax.checkpoint_policies.dots_saveable",
-    "named": ', policy=jax.checkpoint_policies.save_only_these_names("kept")',
+    "named": ', policy=jax.checkpoint_policies.save_only_these_names("named")',
 }
 
 _IMPORTS = """import jax, jaxfn
@@ -55,7 +55,7 @@ def write(program: Program, twin: Twin | None = None) -> str:
     scope = types_of(program)
     specs = program.functions
     names = {spec: f"F{i}" for i, spec in enumerate(specs)}
-    twin = twin or (write_by_hand if program.stateful else write_plain)
+    twin = twin or (write_hand_written if program.stateful else write_plain)
     sections: list[Sequence[str]] = []
     for spec, name in names.items():
         sections.append(write_factory(write_function(spec, name), spec, name, value_of(spec, name)))
@@ -75,7 +75,7 @@ def write(program: Program, twin: Twin | None = None) -> str:
 
 
 def write_alone(program: Program, tolerance: float) -> str:
-    """The same with the devices that it needs, and the comparison, which raises where something differs."""
+    """The source with the devices that it needs, and the comparison, which raises where something differs."""
     devices = max([wrap.options.devices for wrap in program.wraps], default=1)
     setting = f'jax.config.update("jax_num_cpu_devices", {devices})\n' if devices > 1 else ""
     text = write(program).replace(_IMPORTS, _IMPORTS + "\n" + setting if setting else _IMPORTS)
@@ -135,7 +135,7 @@ def _block(block: Block, name: str, names: dict[FunctionSpec, str], scope: Scope
 
 
 def _is_summed(name: str, label: str, scope: Scope) -> bool:
-    """Whether a result differs between devices and has no axis to be put together along."""
+    """Whether a result differs between devices and has no axis to be concatenated along."""
     return label in scope[name].batches and not scope[name].rank
 
 

@@ -10,7 +10,7 @@ from dataclasses import replace
 import pytest
 
 from tests.fuzz import measures, source
-from tests.fuzz.check import REFUSED, WRONG, check
+from tests.fuzz.check import REJECTED, WRONG, check
 from tests.fuzz.draw import draw
 from tests.fuzz.formulas import FORMULAS, Saving
 from tests.fuzz.functions import FunctionSpec, write_function
@@ -52,7 +52,7 @@ def long_program(spec: FunctionSpec, stateful: bool = False) -> Program:
 
 
 def outcome_of_running(source: str) -> subprocess.CompletedProcess[str]:
-    """Runs a printed program in a process of its own."""
+    """Runs a printed program in a separate process."""
     return subprocess.run([sys.executable, "-c", source], capture_output=True, text=True, timeout=120)
 
 
@@ -103,10 +103,10 @@ def test_a_forward_that_runs_twice_is_found_shrunk_and_printed(monkeypatch):
     monkeypatch.setitem(measures.HELPERS, "drawn_thrice", helper)
     write_functions_with(monkeypatch, "drawn_by_numpy", "drawn_thrice")
     found = shrunk(long_program(DROPS, stateful=True))
-    assert found.outcome.message.startswith("forward runs more often than by hand")
+    assert found.outcome.message.startswith("forward runs more often than hand-written")
     ran = outcome_of_running(found.source)
     assert ran.returncode == 1, ran
-    assert re.search(r"forward runs more often than by hand: \[3, 6\], not \[[12], [23]\]", ran.stderr), ran
+    assert re.search(r"forward runs more often than hand-written: \[3, 6\], not \[[12], [23]\]", ran.stderr), ran
 
 
 def test_a_gradient_of_another_draw_is_found(monkeypatch):
@@ -119,23 +119,23 @@ def test_a_gradient_of_another_draw_is_found(monkeypatch):
 @pytest.mark.parametrize(
     "error", ["AssertionError", "KeyError('F0')", "ValueError('names no Function')", "ValueError('F0, not by jaxfn')"]
 )
-def test_errors_that_are_no_refusals_are_found(monkeypatch, error):
+def test_errors_that_are_not_rejections_are_found(monkeypatch, error):
     write_functions_with(monkeypatch, "return y0", f"raise {error}")
     assert check(long_program(SQUARE)).kind == WRONG
 
 
-def test_a_refusal_is_counted_by_its_message(monkeypatch):
+def test_a_rejection_is_counted_by_its_message(monkeypatch):
     spec = FunctionSpec("square", "input", style="separate", modes="generated")
     nonlinear = {"input": Saving(("x",), ("g0 * g0 * 0.6 * x",), ("dx",))}
     monkeypatch.setitem(FORMULAS, "square", replace(FORMULAS["square"], savings=nonlinear))
     program = replace(long_program(spec), measure=Measure("jvp", (0,)))
     outcome = check(program)
-    assert outcome.kind == REFUSED and outcome.message.startswith("RuntimeError: F.backward is not linear"), outcome
+    assert outcome.kind == REJECTED and outcome.message.startswith("RuntimeError: F.backward is not linear"), outcome
     report = fuzz(range(2), checked=lambda _: outcome)
-    assert report.refusals == {outcome.message: 2} and not report.disagreements
+    assert report.rejections == {outcome.message: 2} and not report.disagreements
 
 
 @cells("seed", [0], range(2))
-def test_printed_programs_run_by_themselves(seed):
+def test_printed_programs_run_alone(seed):
     ran = outcome_of_running(write_alone(draw(seed), 1e-3))
     assert ran.returncode == 0 and ran.stdout, ran

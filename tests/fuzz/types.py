@@ -1,4 +1,4 @@
-"""What is known of a value before anything runs: its shape, its dtype and the batches that it depends on."""
+"""Types of values, known before anything runs: shape, dtype and the batches that a value depends on."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class Type:
         return 0 in self.shape
 
     def shaped(self, shape: Shape) -> Type:
-        """The same with another shape."""
+        """This type with another shape."""
         return replace(self, shape=shape)
 
     def without_axis(self, axis: int) -> Type:
@@ -62,11 +62,11 @@ class Type:
         return self.shaped((*self.shape[:axis], size, *self.shape[axis:]))
 
     def on(self, *batches: str) -> Type:
-        """The same, depending on these batches too."""
+        """This type, depending on these batches too."""
         return replace(self, batches=self.batches.union(batches))
 
     def off(self, batch: str) -> Type:
-        """The same outside that batch's transformation."""
+        """This type outside that batch's transformation."""
         return replace(self, batches=self.batches - {batch})
 
 
@@ -77,7 +77,7 @@ def demand(condition: bool) -> None:
 
 
 def all_batches(*types: Type) -> frozenset[str]:
-    """The batches that a value made of these depends on."""
+    """The batches that a value computed from these depends on."""
     return frozenset().union(*(t.batches for t in types))
 
 

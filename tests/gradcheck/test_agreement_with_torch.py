@@ -43,7 +43,7 @@ def test_verdict(pair: Pair) -> None:
 
 @row("G1", "G5", "G6")
 @pytest.mark.parametrize("pair", PAIRS, ids=str)
-def test_verdict_of_torch(pair: Pair, torch_lib: Library) -> None:
+def test_torchs_verdict(pair: Pair, torch_lib: Library) -> None:
     assert pair.verdict(torch_lib) == pair.torchs, pair.because
 
 

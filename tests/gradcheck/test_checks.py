@@ -33,15 +33,15 @@ def saved_product(ctx, x, y):
 
 
 def custom_jvp(function, jvp):
-    made = jax.custom_jvp(function)
-    made.defjvp(jvp)
-    return made
+    function_with_rule = jax.custom_jvp(function)
+    function_with_rule.defjvp(jvp)
+    return function_with_rule
 
 
 def custom_vjp(function, fwd, bwd):
-    made = jax.custom_vjp(function)
-    made.defvjp(fwd, bwd)
-    return made
+    function_with_rule = jax.custom_vjp(function)
+    function_with_rule.defvjp(fwd, bwd)
+    return function_with_rule
 
 
 def square_with_jvp(jvp, value=lambda x: x**2):
@@ -55,6 +55,14 @@ def noise():
 
 def on_the_host(f, x, vmap_method="sequential"):
     return jax.pure_callback(f, jax.ShapeDtypeStruct(x.shape, x.dtype), x, vmap_method=vmap_method)
+
+
+@jax.custom_batching.custom_vmap
+def sine_wrong_without_batch(x):
+    return jnp.sin(x) + 1
+
+
+sine_wrong_without_batch.def_vmap(lambda axis_size, in_batched, x: (jnp.sin(x), in_batched[0]))
 
 
 # What is wrong, the function and the check's options, and what the report says.
@@ -71,6 +79,22 @@ PROBLEMS = {
         rule(saved_square, lambda ctx, g: 2 * ctx.saved_tensors[0] * g * g),
         {"fast_mode": True},
         "not linear",
+    ),
+    # A square root, say, of 0 and 1 is right, and of a negative number is NaN.
+    "NaN for all but unit cotangents": (
+        rule(saved_square, lambda ctx, g: 2 * ctx.saved_tensors[0] * jnp.where(g * g == g, g, jnp.nan)),
+        {},
+        "gradients are NaN for some cotangents",
+    ),
+    "NaN for a zero cotangent": (
+        rule(saved_square, lambda ctx, g: 2 * ctx.saved_tensors[0] * g * g.sum() / g.sum()),
+        {},
+        "gradients are NaN for some cotangents",
+    ),
+    "NaN for all but unit tangents": (
+        square_with_jvp(lambda x, t: 2 * x * jnp.where(t * t == t, t, jnp.nan)),
+        FORWARD,
+        "tangents are NaN for some tangents",
     ),
     "gradient ignored": (
         rule(saved_square, lambda ctx, g: 2 * ctx.saved_tensors[0]),
@@ -103,6 +127,11 @@ PROBLEMS = {
         "different values when it is differentiated",
     ),
     "no jvp": (scaled_sine(1.0), {"check_forward_ad": True}, "forward mode"),
+    "another value without a batch": (
+        custom_vjp(sine_wrong_without_batch, lambda x: (jnp.sin(x), x), lambda x, g: (g * jnp.cos(x),)),
+        {},
+        "different values when it is differentiated",
+    ),
     "jvp not linear": (
         square_with_jvp(lambda x, t: 2 * x * t * abs(t)),
         FORWARD,
@@ -158,14 +187,35 @@ def test_undefined_tangents():
             parts = [jnp.full_like(x, mistake) if zero[0] else dx * y, jnp.zeros_like(x) if zero[1] else x * dy]
             return x * y, sum(parts)
 
-        made = jax.custom_jvp(lambda x, y: x * y)
-        made.defjvp(jvp, symbolic_zeros=True)
-        return made
+        function_with_rule = jax.custom_jvp(lambda x, y: x * y)
+        function_with_rule.defjvp(jvp, symbolic_zeros=True)
+        return function_with_rule
 
     inputs = normal(3), normal(3, seed=1)
     passes(product(0.0), inputs, **FORWARD)
     assert "undefined tangent of input 0" in failure(product(1.0), inputs, **FORWARD).problems[0]
     passes(product(1.0), inputs, check_undefined_grad=False, **FORWARD)
+
+
+@row("G5")
+def test_jvp_that_reads_which_inputs_are_differentiated():
+    def product(mistake):
+        class Product(jaxfn.Function):
+            @staticmethod
+            def forward(ctx, x, y):
+                return saved_product(ctx, x, y)
+
+            @staticmethod
+            def jvp(ctx, dx, dy):
+                x, y = ctx.saved_tensors
+                return (dx * y + x * dy) * (1 if all(ctx.needs_input_grad) else mistake)
+
+        return Product.apply
+
+    inputs = normal(3), normal(3, seed=1)
+    passes(product(1), inputs, **FORWARD)
+    for function in (product(2), jax.jit(product(2))):
+        assert "undefined tangent of input 0" in failure(function, inputs, **FORWARD).problems[0]
 
 
 @row("G5")
@@ -272,7 +322,7 @@ def test_complex(fast_mode, reference):
 
 @row("G5")
 def test_functions_without_a_complex_derivative():
-    """Neither holomorphic nor antiholomorphic, against torch's convention by hand."""
+    """Neither holomorphic nor antiholomorphic, against hand-written derivatives in torch's convention."""
 
     def mixed(ctx, z):
         ctx.save_for_backward(z)
@@ -344,7 +394,7 @@ def test_pytrees(fast_mode):
 @slow
 @pytest.mark.parametrize("fast_mode", [False, True], ids=["full", "fast"])
 @pytest.mark.parametrize("empty", [normal(0), normal(3, 0)], ids=["(0,)", "(3, 0)"])
-def test_an_empty_input_beside_another_one(empty, fast_mode):
+def test_an_empty_input_next_to_another_one(empty, fast_mode):
     def function(factor):
         return lambda a, b: scaled_sine(1.0)(a).sum() + scaled_sine(factor)(b)
 
@@ -365,7 +415,7 @@ def test_non_finite_derivatives_are_failures():
 
 @slow
 @pytest.mark.parametrize("reference", REFERENCES)
-def test_blocks_give_the_same_verdict(reference):
+def test_blocks_give_equal_results(reference):
     inputs = normal(40, 9), normal(30, 9)
 
     class Wrong(Linear):
@@ -417,7 +467,7 @@ def test_as_many_projections_as_unit_vectors_are_not_taken_for_those():
     assert (mismatch.output, mismatch.count, mismatch.total) == ("output 0", 2, 4)
 
 
-# Programs are used again for the same function, and for no other one.
+# Compiled checks are reused for an identical function, and for no other one.
 
 
 def test_the_second_check_on_other_values_compiles_nothing(monkeypatch):
@@ -429,7 +479,7 @@ def test_the_second_check_on_other_values_compiles_nothing(monkeypatch):
     assert compiled
     compiled.clear()
     passes(function, normal(3, 7, seed=1))
-    passes(scaled_sine(1.0), normal(3, 7, seed=2))  # another function object with the same code
+    passes(scaled_sine(1.0), normal(3, 7, seed=2))  # another function object with equal code
     assert not compiled
     failure(scaled_sine(1.001), normal(3, 7))
     assert compiled
@@ -497,15 +547,15 @@ RIGHT_AND_WRONG = {
 @cells(
     "changed", ["array that backward reads", "jax constant inside", "input that backward reads", "jvp"], RIGHT_AND_WRONG
 )
-def test_functions_are_told_apart(changed):
-    """As when a rule is mended in a notebook and checked again: each of these is found in the other's place."""
+def test_functions_are_distinguished(changed):
+    """Each of these changes is detected, as when a rule is fixed in a notebook and checked again."""
     options = {"check_forward_ad": "jvp" in changed, "raise_exception": False}
     with jax.enable_x64(True):
         for is_right in (True, False, True):
             assert gradcheck(RIGHT_AND_WRONG[changed](is_right), normal(3), **options) is is_right
 
 
-def test_a_rule_replaced_afterwards_is_checked_anew():
+def test_a_rule_replaced_afterwards_is_checked_again():
     function = rule(saved_square, lambda ctx, g: factor * 2 * ctx.saved_tensors[0] * g)
     factor = 1.0  # a variable that the rule reads
     passes(function, normal(3))
@@ -571,7 +621,7 @@ def test_grad_outputs():
 
 
 @row("G6")
-def test_second_order_of_a_wrong_first_one_is_judged_by_differences():
+def test_second_order_of_a_wrong_first_one_is_checked_by_differences():
     """torch's meaning: the second order has to be the derivative of the first, whatever that is."""
     report = passes(scaled_sine(2.0), normal(3), check=gradgradcheck)
     assert any("finite differences decided" in note for note in report.notes)

@@ -15,11 +15,11 @@ from tests.support.marks import cells, row
 
 
 def by_pallas(kernel, *arrays):
-    """A kernel whose output is float32, whatever goes in; its whole numbers are those of JAX's default."""
+    """A kernel whose output is float32, whatever goes in; its integers have JAX's default dtype."""
 
     def body(*refs):
-        place = jax.lax.div(pl.program_id(0) + jnp.arange(1)[0], jnp.int32(1))
-        refs[-1][...] = kernel(*(ref[...] for ref in refs[:-1])) + 0 * place.astype(jnp.float32)
+        index = jax.lax.div(pl.program_id(0) + jnp.arange(1)[0], jnp.int32(1))
+        refs[-1][...] = kernel(*(ref[...] for ref in refs[:-1])) + 0 * index.astype(jnp.float32)
 
     like = arrays[0]
     shape = jax.ShapeDtypeStruct(like.shape, jnp.float32)
@@ -95,7 +95,7 @@ def test_the_function_sees_arrays_of_the_dtype_without_x64():
 
 
 @row("G1", "G3")
-def test_small_checks_are_made_in_the_dtype_too():
+def test_small_checks_run_in_the_dtype_too():
     def forward(ctx, x, y):
         ctx.set_materialize_grads(False)
         return x * 2, y * 3
@@ -131,6 +131,6 @@ def test_chosen_tolerances_mean_what_they_say():
     ],
     ids=["no surrogate", "finite differences", "float64", "no rule"],
 )
-def test_options_that_are_refused(function, options, message):
+def test_options_that_raise(function, options, message):
     with pytest.raises(ValueError, match=message):
         gradcheck(function, normal(5), **options)

@@ -142,7 +142,7 @@ def test_kernelcheck_runs_checks_of_the_caller():
 
 
 @row("G2")
-@pytest.mark.parametrize("inside", ["alone", "beside another output"])
+@pytest.mark.parametrize("inside", ["alone", "next to another output"])
 def test_a_function_without_the_derivative_of_its_surrogate_is_wrong(inside):
     """The rule that `surrogate` is about was forgotten."""
     if inside == "alone":
@@ -174,3 +174,49 @@ def test_a_vmap_method_is_checked_at_zero_too():
             return jnp.flip(jnp.sin(x) * w, 0), 0
 
     assert not jaxfn.check(Flips.apply, (np.zeros((2, 3)), np.ones((2, 3))), raise_exception=False)
+
+
+class NotFinite(WithVmap):
+    """sin(x) * w * scale + constant; its `vmap` method adds `added` to the second element of the batch."""
+
+    scale, constant, added = 1.0, np.array([[np.nan, 0, 0], [0, np.inf, 0]]), 0.0
+
+    @classmethod
+    def forward(cls, x, w):
+        return WithVmap.forward(x, w) * cls.scale + cls.constant
+
+    @classmethod
+    def vmap(cls, info, in_dims, x, w):
+        output, axis = super().vmap(info, in_dims, x, w)
+        return (output * cls.scale + cls.constant).at[1].add(cls.added), axis
+
+
+class NanInTheSecondElement(NotFinite):
+    scale = np.array([[0, 1, 1], [1, 1, 1]])
+    constant, added = 0.0, np.array([[np.nan, 0, 0], [0, 0, 0]])
+
+
+class OneNextToInfinity(NotFinite):
+    added = 1.0
+
+
+@row("G6")
+@pytest.mark.parametrize("function", [NanInTheSecondElement, OneNextToInfinity])
+def test_a_wrong_vmap_method_with_values_that_are_not_finite_is_found(function):
+    """`nan_to_num` makes NaN 0, as the right output is, and infinity so large that the tolerance allows anything."""
+    report = jaxfn.gradcheck(function.apply, INPUTS, check_vmap=True, return_report=True)
+    assert any("output 0 is wrong under jax.vmap" in problem for problem in report.problems)
+
+
+@row("G6")
+def test_a_vmap_method_agrees_where_both_are_not_finite():
+    report = jaxfn.gradcheck(NotFinite.apply, INPUTS, check_vmap=True, return_report=True)
+    assert not any("jax.vmap" in problem for problem in report.problems)
+
+
+@row("G3")
+def test_lower_precision_warns_once_for_all_checks():
+    with pytest.warns(UserWarning, match="float32, which is not double precision") as caught:
+        assert jaxfn.check(WithVmap.apply, [x.astype(np.float32) for x in INPUTS])
+    assert [str(w.message)[:15] for w in caught] == ["input 0 ('x') is float32"[:15], "input 1 ('w') is float32"[:15]]
+    assert {w.filename for w in caught} == {__file__}

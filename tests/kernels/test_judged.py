@@ -1,4 +1,4 @@
-"""kernelcheck judges the kernels of `examples/kernels`: right ones pass, and whatever is wrong with one is found."""
+"""kernelcheck checks the kernels of `examples/kernels`: right ones pass, and whatever is wrong with one is found."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tests.support.kernel_examples import ATTENTION, CAUSAL, KERNELS, LAYER_NORM
 from tests.support.marks import cells, row, slow
 from tests.support.pallas_faults import FAULTS, found_by, inputs
 
-# (rows, columns, width), beside the sizes that kernelcheck tries by itself.
+# (rows, columns, width), in addition to the sizes that kernelcheck tries automatically.
 SIZES = [(2, 5, 3), (16, 32, 16), (33, 31, 5), (50, 20, 17)]
 COMPILE_MUCH = ["determinism", "jit", "padding", "vmap", "subsets", "sizes", "donation"]
 QUICK = [

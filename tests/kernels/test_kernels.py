@@ -1,4 +1,4 @@
-"""The kernels of `examples/kernels` beside plain JAX in double precision, under every transformation."""
+"""The kernels of `examples/kernels` compared with plain JAX in double precision, under every transformation."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ from tests.support.kernel_examples import (
     small,
     value_and_gradients,
 )
-from tests.support.marks import COMING, cells, row, slow
+from tests.support.marks import EXPERIMENTAL, cells, row, slow
 
-CLOSED = pytest.mark.xfail(COMING, reason="JAX_CUSTOM_VJP3 leaves custom derivatives closed in jaxprs", strict=False)
+CLOSED = pytest.mark.xfail(EXPERIMENTAL, reason="JAX_CUSTOM_VJP3 closes custom derivatives in jaxprs", strict=False)
 
 # (rows, columns, width); blocks have 16 of each.
 SIZES = [(1, 1, 1), (15, 17, 3), (16, 32, 16), (33, 31, 5), (50, 20, 17)]
@@ -69,7 +69,7 @@ def test_values_and_gradients_are_those_of_plain_JAX(kernel, module, sizes, dtyp
     [pytest.param(k, axes, marks=() if (k, axes) in QUICKLY_BATCHED else slow) for k in KERNELS for axes in k.mapped],
     ids=str,
 )
-def test_a_batch_by_any_axis_and_beside_unbatched_arguments(kernel, module, axes):
+def test_a_batch_by_any_axis_and_next_to_unbatched_arguments(kernel, module, axes):
     many = [kernel.args(17, 19, 5, seed=seed) for seed in range(3)]
     by_argument = zip(*many, strict=True)
     args = [xs[0] if axis is None else np.stack(xs, axis) for axis, xs in zip(axes, by_argument, strict=True)]
@@ -78,7 +78,7 @@ def test_a_batch_by_any_axis_and_beside_unbatched_arguments(kernel, module, axes
 
 @row("E3")
 def test_a_batching_rule_by_axes_other_than_the_first():
-    """Of the Function itself: the functions around it have moved the batch to the first axis when it sees it."""
+    """Tests the Function itself: the functions around it move the batch to the first axis first."""
     module = small("layer_norm")
     x, weight, bias = (np.stack([a, a + 1]) for a in LAYER_NORM.args(17, 19, 5))
     rows, weights = np.moveaxis(x[:, None], 0, 2), np.moveaxis(weight[:, None, None], 0, 3)
@@ -116,7 +116,7 @@ def pallas_grids(jaxpr) -> list[tuple[int, ...]]:
 @row("E3")
 @CLOSED
 def test_a_batch_becomes_an_axis_of_the_grid(kernel, module):
-    """With the batching rule each kernel is still one call, without a loop around it."""
+    """Each kernel is still one call with the batching rule, without a loop around it."""
     args = kernel.args(17, 19, 5)
 
     def step(*args):
@@ -165,14 +165,14 @@ def test_other_transformations(kernel, module, transform):
 @pytest.mark.parametrize(
     ("kernel", "argnums"), [(CROSS_ENTROPY, 0), (CROSS_ENTROPY, 1), (ATTENTION, 0), (CAUSAL, 2)], ids=str
 )
-def test_a_kernel_whose_gradient_nobody_asks_for_does_not_run(kernel, argnums):
+def test_a_kernel_whose_gradient_is_not_used_does_not_run(kernel, argnums):
     function = kernel.of(small(kernel.module))
     program = jax.make_jaxpr(jax.grad(lambda *args: function(*args).sum(), argnums))(*kernel.args(17, 19, 5))
     assert len(pallas_grids(program.jaxpr)) == 2
 
 
 @row("C14")
-def test_second_derivatives_are_refused(kernel, module):
+def test_second_derivatives_raise(kernel, module):
     x, *others = map(jnp.asarray, kernel.args(3, 4, 5))
 
     def gradient(x):
@@ -183,14 +183,14 @@ def test_second_derivatives_are_refused(kernel, module):
 
 
 @row("E5")
-def test_what_a_kernel_keeps(kernel, module):
+def test_what_a_kernel_saves(kernel, module):
     """The inputs that it needs, its output where it needs it, and one or two numbers for each row."""
     args = kernel.args(40, 50, 6)
     pullback = jax.eval_shape(lambda *args: jax.vjp(kernel.of(module), *args)[1], *args)
-    kept = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(pullback))
-    given = sum(x.nbytes for x in args)
+    saved_bytes = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(pullback))
+    input_bytes = sum(x.nbytes for x in args)
     own = {"layer_norm": 2 * 4 * 40 - args[-1].nbytes, "cross_entropy": 4 * 40, "flash_attention": 8 * 40 * (8 + 1) * 4}
-    assert kept == given + own[kernel.module]
+    assert saved_bytes == input_bytes + own[kernel.module]
 
 
 @row("E5")
@@ -211,7 +211,7 @@ def test_labels_that_are_ignored_and_labels_that_are_wrong():
 
 
 @row("E5")
-def test_arguments_that_do_not_go_together_are_refused():
+def test_arguments_that_do_not_go_together_raise():
     x = jnp.ones((2, 6, 5))
     norm, entropy, attention = (small(name) for name in ("layer_norm", "cross_entropy", "flash_attention"))
     with pytest.raises(ValueError, match="expected a weight and a bias"):
@@ -251,7 +251,7 @@ TARGETS = {"gpu": ("cuda", "triton"), "tpu": ("tpu", "tpu_custom_call")}  # the 
     ids=str,
 )
 def test_kernels_lower_for_accelerators(kernel, module, monkeypatch, platform, sizes, dtype):
-    """Whether they run there only an accelerator can tell; that sizes of blocks are right for it, its lowering does."""
+    """Lowering checks that sizes of blocks are right for the accelerator; only the accelerator can run them."""
     target, name = TARGETS[platform]
     monkeypatch.setattr(module.blocks, "platform", lambda: platform)
     args = kernel.args(*sizes, jnp.dtype(dtype))
@@ -267,7 +267,7 @@ def test_kernels_lower_for_accelerators(kernel, module, monkeypatch, platform, s
 
 @row("E2")
 def test_kernels_are_traced_under_check_vma(kernel, module, monkeypatch):
-    """As far as JAX goes without an accelerator: it cannot interpret such a kernel."""
+    """Kernels are traced only: JAX cannot interpret them without an accelerator."""
     monkeypatch.setattr(module.blocks, "platform", lambda: "tpu")
     mesh = jax.make_mesh((8,), ("d",), axis_types=(AxisType.Auto,))
     in_specs, _ = kernel.split

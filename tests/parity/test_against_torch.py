@@ -1,4 +1,4 @@
-"""The real torch.autograd.Function beside jaxfn's: one source, in both, on the same NumPy numbers.
+"""The real torch.autograd.Function compared with jaxfn's: one source, in both, on equal NumPy numbers.
 
 Rows B and C are compared in `tests/core/test_context.py` and `test_backward.py`, and rows A in `test_calling.py`.
 Gradients are compared in torch's convention: JAX's of a complex input is the conjugate.

@@ -1,4 +1,4 @@
-"""Forward mode beside torch's: one source in both, `torch.func.jvp` and `torch.autograd.forward_ad` live.
+"""Forward mode compared with torch's: one source in both, `torch.func.jvp` and `torch.autograd.forward_ad` live.
 
 Of nested forward mode torch 2.13 drops a term for custom Functions, right rules included, so that is not compared.
 """
@@ -72,7 +72,7 @@ class Exp(Cube):
 
 
 class Rotate(jaxfn.Function):
-    """Two inputs and outputs, a static argument, an output without derivative, what jvp alone keeps."""
+    """Two inputs and outputs, a static argument, an output without derivative, what jvp alone saves."""
 
     @staticmethod
     def forward(x, y, factor):
@@ -168,7 +168,7 @@ def derivatives(function: Any, lib: Any, jvp: Callable[..., Any], grad: Callable
 @row("D4", "D7")
 @EACH
 @pytest.mark.parametrize("wrap", [lambda f: f, jax.jit], ids=["eager", "jit"])
-def test_the_same_derivatives_as_torch(function, wrap):
+def test_derivatives_match_torch(function, wrap):
     theirs = derivatives(function, Torch, torch.func.jvp, torch.func.grad)
     ours = wrap(lambda: derivatives(function, Jax, jax.jvp, jax.grad))()
     for i, (a, b) in enumerate(zip(ours, theirs, strict=True)):

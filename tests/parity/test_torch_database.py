@@ -1,4 +1,4 @@
-"""torch's own database of custom Functions, as jaxfn Functions, beside torch's classes run live.
+"""torch's own database of custom Functions, as jaxfn Functions, compared with torch's classes run live.
 
 The originals are the tests' subjects in torch (`torch.testing._internal.autograd_function_db`). Methods that use only
 what JAX has too run as torch wrote them; the others are written again. Those that compute with NumPy do so here by
@@ -135,7 +135,7 @@ TakeGenVmap = port("TakeGenVmap")
 
 
 def _sort(x, dim):
-    """torch's returns its input as it came, not sorted, beside the order; so does this."""
+    """torch's Function returns its input unchanged, not sorted, and the order; so does this one."""
     index = jax.ShapeDtypeStruct(x.shape, np.int64)
 
     def sort(x):
@@ -363,7 +363,7 @@ def test_as_torch(way, entry):
         compare(ours(entry, *args), expected)
 
 
-def test_what_torch_refuses_to_differentiate_twice_is_refused():
+def test_what_torch_does_not_differentiate_twice_raises():
     (entry,) = (e for e in ENTRIES if e.orders == 1)
     x = torch.tensor(entry.args()[0], requires_grad=True)
     (gradient,) = torch.autograd.grad(loss_of(entry.theirs())(x), x, create_graph=True)

@@ -1,4 +1,4 @@
-"""A function of JAX arrays beside one of tensors, on the same numbers."""
+"""Comparison of a function of JAX arrays with one of tensors, on equal numbers."""
 
 from __future__ import annotations
 

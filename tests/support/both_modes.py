@@ -1,7 +1,7 @@
 """Functions whose `jvp` and `backward` differ on purpose, and what every mix of derivatives of them must be.
 
-`jvp` is twice the true derivative and `backward` is three times it, so a derivative tells by which rules it came about.
-The reference knows in advance in which mode each differentiation goes, innermost first, and is made of nothing but
+`jvp` is twice the true derivative and `backward` is three times it, so a derivative shows which rules computed it.
+The reference knows in advance in which mode each differentiation goes, innermost first, and consists of nothing but
 `jax.custom_jvp` and `jax.custom_vjp`: the first differentiation meets a function with the rule of its mode alone, which
 calls, for its value, a function with the rule of the second differentiation's mode, and so on.
 """
@@ -26,15 +26,15 @@ Modes = tuple[str, ...]
 
 @dataclass(frozen=True)
 class Case:
-    """A Function, and what its reference is made of.
+    """A Function, and the parts of its reference.
 
     Attributes:
       name: for test ids.
       apply: the Function's call, of the differentiated arguments only.
-      plain: plain JAX with the same differentiable outputs.
+      plain: plain JAX with equal differentiable outputs.
       args: the arguments.
-      push: tangents of the outputs from arguments, outputs and tangents; twice JAX's own where it is not given.
-      pull: cotangents of the arguments from arguments, outputs and cotangents; three times JAX's own likewise.
+      push: tangents of the outputs from arguments, outputs and tangents; twice JAX's own if it is omitted.
+      pull: cotangents of the arguments from arguments, outputs and cotangents; three times JAX's own if it is omitted.
       others: the outputs without derivative that follow the differentiable ones.
     """
 
@@ -241,7 +241,7 @@ CASES = [
         "pytrees", in_both_modes(cases.Dense, _dense_jvp), cases.dense,
         ({"w": _Y[:, None], "b": _vector(0.2)}, _X[None]),
     ),
-    # A full matrix, beside a static argument.
+    # A full matrix, next to a static argument.
     Case("static", in_both_modes(cases.Normalize, _normalize_jvp), cases.normalize_reference, (_X, jnp.float32(0.7))),
     Case(
         "integers", lambda x: Take.apply(x, INDEX), lambda x: x[INDEX] * 2, (_X,),

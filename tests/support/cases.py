@@ -1,7 +1,7 @@
 """Functions used across the tests, each with an independent reference.
 
 `reference` is plain JAX whose autodiff is the Function's rule at every order (a straight-through estimator is
-`x + stop_gradient(round(x) - x)`); `by_hand` is the `jax.custom_vjp` that a JAX user would write.
+`x + stop_gradient(round(x) - x)`); `hand_written` is the `jax.custom_vjp` that a JAX user would write.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from tests.support.libraries import Library
 
 
 def host_memory_is_apart() -> bool:
-    """Whether JAX tells host memory from the device's; on the CPU 0.10.0 does not, later versions do."""
+    """Whether JAX distinguishes host memory from the device's; on the CPU 0.10.0 does not, later versions do."""
     on_host = jax.device_put(jnp.zeros(1), jax.memory.Space.Host)
     return on_host.sharding.memory_kind != jax.devices()[0].default_memory().kind
 
@@ -47,8 +47,8 @@ class Case:
     Attributes:
       name: for test ids.
       function: the Function.
-      reference: plain JAX with the same derivatives.
-      by_hand: a custom_vjp with the same first derivative.
+      reference: plain JAX with equal derivatives.
+      hand_written: a custom_vjp with an equal first derivative.
       args: makes the arguments from a random generator.
       batched: which arguments have a batch axis when the function is mapped; the others are shared weights.
       statics: the arguments that follow those.
@@ -57,7 +57,7 @@ class Case:
     name: str
     function: type[jaxfn.Function]
     reference: Callable[..., Any]
-    by_hand: Callable[..., Any]
+    hand_written: Callable[..., Any]
     args: Callable[[np.random.Generator], tuple[Any, ...]]
     batched: tuple[bool, ...]
     statics: tuple[Any, ...] = ()
@@ -81,9 +81,9 @@ def array(generator: np.random.Generator, *shape: int) -> jax.Array:
 
 
 def rule(primal: Callable[..., Any], fwd: Callable[..., Any], bwd: Callable[..., Any]) -> Callable[..., Any]:
-    made = jax.custom_vjp(primal)
-    made.defvjp(fwd, bwd)
-    return made
+    custom = jax.custom_vjp(primal)
+    custom.defvjp(fwd, bwd)
+    return custom
 
 
 def stopping(positions: tuple[int, ...], f: Callable[..., Any]) -> Callable[..., Any]:
@@ -355,7 +355,7 @@ class Normalize(jaxfn.Function):
 
 
 class ComplexSquare(jaxfn.Function):
-    """In torch's convention of complex gradients."""
+    """A square with complex gradients in torch's convention."""
 
     @staticmethod
     def forward(ctx, z):
@@ -381,7 +381,7 @@ class Pair(NamedTuple):
 
 
 class Swap(jaxfn.Function):
-    """Returns an input unchanged beside a new output, in a namedtuple; takes any number of arrays."""
+    """Returns an input unchanged and a new output, in a namedtuple; takes any number of arrays."""
 
     @staticmethod
     def forward(ctx, *arrays):
@@ -619,6 +619,6 @@ def loss_of(f: Callable[..., Any]) -> Callable[..., jax.Array]:
 
 
 def residual_bytes(f: Callable[..., Any], args: tuple[Any, ...]) -> int:
-    """What the linearized function keeps; arguments that it keeps whole are counted too."""
+    """Counts the bytes of the linearized function's residuals, including arguments that it saves."""
     _, pullback = jax.vjp(f, *args)
     return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(pullback))

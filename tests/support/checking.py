@@ -1,4 +1,4 @@
-"""What the tests of gradcheck check, and how they look at its verdict."""
+"""Helpers of gradcheck's tests: functions to check, and assertions on the results."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What JAX puts around a call: each of these takes a function of arrays and returns one of the same values.
+"""Transformations around a call: each takes a function of arrays and returns one of equal values.
 
 Where there is a batch or a loop, it has two elements and the second one is returned, so that a derivative of the first
 element, or of the sum, shows.

@@ -47,7 +47,7 @@ def pull_ones(f, args):
     return pullback(jax.tree.map(lambda y: jnp.ones_like(y) + y, outputs))
 
 
-# What is done with a function, and in which modes its derivatives are taken, the innermost first. These are the same
+# What is done with a function, and in which modes its derivatives are taken, the innermost first. These are equal
 # for a batch of rows as for every row alone.
 Derivative = Callable[[Callable[..., Any], tuple[Any, ...]], Any]
 Derivatives = dict[str, tuple[Modes, Derivative]]

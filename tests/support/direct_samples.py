@@ -24,7 +24,7 @@ single = functools.partial(numbers, dtype=torch.float32)
 
 
 def ends(*numbers: int) -> Any:
-    """Where groups end."""
+    """Returns the ends of groups."""
     return torch.tensor(numbers, dtype=torch.int32)
 
 
@@ -50,7 +50,7 @@ def padded(name: str, axes: int) -> tuple[Callable[..., Any], list[Any]]:
 
 
 def _created(x: Any) -> Any:
-    """New tensors that are large enough to be made in the graph."""
+    """New tensors that are large enough to be created in the graph."""
     return [
         x[0, 0] + tensor
         for tensor in (
@@ -90,7 +90,7 @@ def _attention_backward(query: Any, key: Any, value: Any) -> Any:
 
 
 def _weight_norm(v: Any, g: Any, gradient: Any) -> Any:
-    """Weights with given norms, and the gradients."""
+    """Weights with these norms, and the gradients."""
     weight, norms = aten._weight_norm_interface(v, g, 2)
     return weight, norms, aten._weight_norm_interface_backward(gradient, v, g, norms, 2)
 

@@ -1,4 +1,4 @@
-"""Tests that write a Function once, in JAX or torch, and assert the same numbers of both.
+"""Tests that write a Function once, in JAX or torch, and assert equal numbers of both.
 
 The expected numbers are written in NumPy, once. A test marked with `in_each_library` runs eagerly in JAX, under
 `jax.jit` and, where it is installed, in torch, which makes the numbers independent of jaxfn; `in_every_context` adds
@@ -85,7 +85,7 @@ def gradients(library: Library, f: Callable[..., Any], *args: Any, order: int = 
         return [Torch.numpy(t.grad if t.grad is not None else Torch.m.zeros_like(t)) for t in inputs]
     argnums = [i for i, a in enumerate(arrays) if np.issubdtype(a.dtype, np.inexact)]
 
-    def derivative(*args: Any) -> Any:  # no context passes on what is no array
+    def derivative(*args: Any) -> Any:  # no context passes on what is not an array
         return [y if hasattr(y, "dtype") else 0 for y in _several(f(*args))]
 
     derivative = getattr(library, "around", eager)(derivative)
@@ -108,7 +108,7 @@ def assert_gradients(
 
 
 @contextlib.contextmanager
-def refused(library: Library, kind: type[Exception], words: str, more: str = "") -> Iterator[None]:
+def raises(library: Library, kind: type[Exception], words: str, more: str = "") -> Iterator[None]:
     """Asserts that an error is raised.
 
     Args:

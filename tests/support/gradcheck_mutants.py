@@ -1,7 +1,7 @@
 """Mistakes planted in right backward rules.
 
 A base is a definition as in `gradcheck_pairs`, right for torch and JAX alike. A mutant is the base's source with one
-piece of text replaced, so it is the same mistake in both.
+piece of text replaced, so both have one and only that bug.
 """
 
 from __future__ import annotations
@@ -84,10 +84,10 @@ def base(*inputs: Any, first: list[Mistake], second: list[Mistake]) -> Callable[
     """Enters a base and its mutants: `first` are due to gradcheck, `second` to gradgradcheck."""
 
     def enter(define: Define) -> Define:
-        made = Base(define, inputs)
-        BASES.append(made)
-        MUTANTS.extend(Mutant(made, *mistake, "gradcheck") for mistake in first)
-        MUTANTS.extend(Mutant(made, *mistake, "gradgradcheck") for mistake in second)
+        new_base = Base(define, inputs)
+        BASES.append(new_base)
+        MUTANTS.extend(Mutant(new_base, *mistake, "gradcheck") for mistake in first)
+        MUTANTS.extend(Mutant(new_base, *mistake, "gradgradcheck") for mistake in second)
         return define
 
     return enter

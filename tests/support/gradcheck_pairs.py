@@ -18,14 +18,14 @@ import numpy as np
 from tests.support.cases import Dense, Linear, MulConstant
 from tests.support.libraries import Define, Jax, Kind, Library
 
-Verdict = Literal["passes", "fails", "refuses"]
+Verdict = Literal["passes", "fails", "raises"]
 
 
 def verdict(library: Library, kind: Kind, f: Callable[..., Any], args: tuple[Any, ...], **keywords: Any) -> Verdict:
-    """What the library's own gradcheck (or gradgradcheck) says.
+    """Runs the library's own gradcheck (or gradgradcheck).
 
     Returns:
-      `"passes"`; `"fails"` where it raised its GradcheckError; `"refuses"` where something else was raised, in the
+      `"passes"`; `"fails"` where it raised its GradcheckError; `"raises"` where something else was raised, in the
       Function or by the machinery beneath it.
     """
     with warnings.catch_warnings():
@@ -35,18 +35,18 @@ def verdict(library: Library, kind: Kind, f: Callable[..., Any], args: tuple[Any
         except library.GradcheckError:
             return "fails"
         except (ArithmeticError, AttributeError, LookupError, NotImplementedError, RuntimeError, TypeError, ValueError):
-            return "refuses"
+            return "raises"
     return "passes"
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Inputs: functions of a random generator. Whatever else stands for an input is passed as it is.
+# Inputs: functions of a random generator. Anything else is passed unchanged as an input.
 
 Generate = Callable[[np.random.Generator], np.ndarray]
 
 
 def real(*shape: int) -> Generate:
-    """Of either sign, away from zero."""
+    """Real numbers of either sign, away from zero."""
     return lambda r: np.asarray(r.uniform(0.3, 1.5, shape) * r.choice([-1.0, 1.0], shape))
 
 
@@ -74,7 +74,7 @@ def regular(n: int) -> Generate:
 
 
 def generated(inputs: Sequence[Any], seed: int) -> tuple[Any, ...]:
-    """The inputs made with that seed."""
+    """The inputs drawn with that seed."""
     generator = np.random.default_rng(seed)
     return tuple(x(generator) if callable(x) else x for x in inputs)
 
@@ -93,8 +93,8 @@ class Pair:
       inputs: see `generated`.
       kind: which check.
       keywords: of that check; `argnums` selects the inputs that are differentiated, torch's `requires_grad`.
-      ours: the verdict of jaxfn.
-      torchs: the verdict of torch.
+      ours: the result of jaxfn.
+      torchs: the result of torch.
       because: why they differ.
     """
 
@@ -125,7 +125,7 @@ def enter(
     first: Verdict | None = None,
     second: Verdict | None = None,
     torch: Verdict | None = None,
-    because: str = "what torch's engine refuses is a failure to jaxfn",
+    because: str = "what torch's engine rejects is a failure to jaxfn",
     **keywords: Any,
 ) -> None:
     """Enters a definition in the catalog.
@@ -134,9 +134,9 @@ def enter(
       name: Its name.
       inputs: See `generated`.
       define: Writes the Function in a library.
-      first: The verdict of gradcheck, if it is put through that.
-      second: The verdict of gradgradcheck, if it is put through that.
-      torch: torch's verdict. Default: the same.
+      first: The result of gradcheck, if it is checked by that.
+      second: The result of gradgradcheck, if it is checked by that.
+      torch: torch's result. Default: jaxfn's.
       because: Why that is another one.
       **keywords: Of the checks.
     """
@@ -208,7 +208,7 @@ enter("single precision", [np.float32([0.5, -1.25, 2.0])], scaled_square(1), fir
 enter("single precision, wrong", [np.float32([0.5, -1.25, 2.0])], scaled_square(0.5), first="fails", **SINGLE)
 enter("dtype of a gradient", [real(3)], scaled_square(1), first="passes", check_grad_dtypes=True)
 enter("batched gradients", [positive(3)], scaled_square(1), first="passes", check_batched_grad=True)
-enter("no jvp", [real(3)], scaled_square(1), first="fails", torch="refuses", check_forward_ad=True)
+enter("no jvp", [real(3)], scaled_square(1), first="fails", torch="raises", check_forward_ad=True)
 
 
 def gradient_in_single_precision(lib):
@@ -340,7 +340,7 @@ def published(ours, theirs):
 
 
 def linear(grad_weight):
-    """The linear layer, where the gradient of the weight is given."""
+    """The linear layer, where the gradient of the weight is passed."""
     return lambda lib: rule(lib, lambda x, w, b: x @ w.T + b, lambda g, x, w, b: (g @ w, grad_weight(g, x), g.sum(0)))
 
 
@@ -350,7 +350,7 @@ enter("linear", WIDE, LINEAR, first="passes", second="passes", eps=1e-6, atol=1e
 enter("linear without bias", [*WIDE[:2], None], LINEAR, first="passes")
 enter("linear, wrong weight", SQUARE, linear(lambda g, x: 2 * g.T @ x), first="fails")
 enter("linear, frozen wrong weight", SQUARE, linear(lambda g, x: 2 * g.T @ x), first="passes", argnums=(0, 2))
-enter("linear, gradient of wrong shape", WIDE, linear(lambda g, x: x.T @ g), first="fails", torch="refuses")
+enter("linear, gradient of wrong shape", WIDE, linear(lambda g, x: x.T @ g), first="fails", torch="raises")
 STATIC = published(MulConstant, "MulConstantWithoutZeros")
 enter("static argument", [real(3), 2.5], STATIC, first="passes", second="passes")
 
@@ -368,7 +368,7 @@ def segment_sum(lib):
 
 @pair(distinct(5), first="passes", second="passes")
 def sort_and_order(lib):
-    """An integer output beside the sorted values."""
+    """An integer output next to the sorted values."""
 
     def forward(x):
         order = lib.m.argsort(x)
@@ -411,7 +411,7 @@ def none_where_there_is_none(lib):
     return rule(lib, lambda x, y: x * lib.m.sign(y), lambda g, x, y: (g * lib.m.sign(y), None))
 
 
-@pair(real(3), real(3), first="fails", torch="refuses")
+@pair(real(3), real(3), first="fails", torch="raises")
 def too_few_gradients(lib):
     return rule(lib, lambda x, y: x * y, lambda g, x, y: g * y)
 
@@ -435,7 +435,7 @@ def layer_of_a_dictionary(lib):
 # Complex numbers.
 
 
-@pair(real(3), first="fails", torch="refuses")
+@pair(real(3), first="fails", torch="raises")
 def complex_gradient_for_a_real_input(lib):
     return rule(lib, lambda t: lib.m.exp(1j * t), lambda g, t: g * lib.m.conj(1j * lib.m.exp(1j * t)))
 
@@ -471,7 +471,7 @@ enter("saved intermediate twice", [real(3)], saved_intermediate, second="passes"
 
 
 @pair(real(3), second="passes", grad_outputs=(np.array([0.5, -1.0, 2.0]),))
-def cube_with_given_gradients(lib):
+def cube_with_gradients(lib):
     return rule(lib, lambda x: x**3, lambda g, x: 3 * x * x * g)
 
 
@@ -493,7 +493,7 @@ def nested_with_a_wrong_derivative(lib):
 
 @pair(real(3), first="passes", second="passes")
 def nested_in_forward(lib):
-    """The outer rule is right, and the inner one, which nobody differentiates, is wrong."""
+    """The outer rule is right, and the inner one, which is not differentiated, is wrong."""
     inner = rule(lib, lib.m.sin, lambda g, x: 7 * g)
     return rule(lib, lambda x: inner(x) * x, lambda g, x: g * (lib.m.sin(x) + x * lib.m.cos(x)))
 

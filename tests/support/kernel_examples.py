@@ -26,10 +26,10 @@ Change = tuple[str, str, str]  # the file, the text, what stands there instead
 
 
 def load(name: str, *changes: Change) -> ModuleType:
-    """The module, and what it imports of its folder, each anew."""
+    """Imports the module, and what it imports of its folder, again."""
     before = dict(sys.modules)
     try:
-        for file in ("blocks", "beside_plain", name):
+        for file in ("blocks", "comparison", name):
             path = FOLDER / f"{file}.py"
             source = path.read_text()
             for _, old, new in (change for change in changes if change[0] == file):
@@ -41,7 +41,7 @@ def load(name: str, *changes: Change) -> ModuleType:
             exec(compile(source, path, "exec"), module.__dict__)
         return module
     finally:
-        for file in {"blocks", "beside_plain", name} - before.keys():
+        for file in {"blocks", "comparison", name} - before.keys():
             del sys.modules[file]
         sys.modules.update(before)
 
@@ -120,7 +120,7 @@ KERNELS = (LAYER_NORM, CROSS_ENTROPY, ATTENTION, CAUSAL)
 
 
 def value_and_gradients(function: Callable[..., jax.Array], args: Sequence[Any]) -> list[jax.Array]:
-    """For one cotangent, whose entries differ."""
+    """Returns the value and the gradients for one cotangent with distinct entries."""
     value, pullback = jax.vjp(function, *args)
     cotangent = jnp.cos(jnp.arange(value.size)).reshape(value.shape)
     gradients = pullback(cotangent.astype(value.dtype))
@@ -128,7 +128,7 @@ def value_and_gradients(function: Callable[..., jax.Array], args: Sequence[Any])
 
 
 def expected(plain: Callable[..., jax.Array], args: Sequence[Any]) -> list[np.ndarray]:
-    """What plain JAX has in double precision."""
+    """Returns the results of plain JAX in double precision."""
     with jax.enable_x64(True):
         wide = [jnp.asarray(x, jnp.float64) if jnp.issubdtype(x.dtype, jnp.floating) else jnp.asarray(x) for x in args]
         return [np.asarray(x) for x in jax.jit(lambda *args: value_and_gradients(plain, args))(*wide)]

@@ -23,7 +23,7 @@ CHECKS = (
 
 
 def all_but(*checks: str) -> list[str]:
-    """The checks to skip, so that these alone are made beside those of outputs and gradients; others compile more."""
+    """The checks to skip, so that only these run in addition to those of outputs and gradients; others compile more."""
     return [check for check in CHECKS if check not in ("outputs", "gradients", *checks)]
 
 

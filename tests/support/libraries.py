@@ -1,4 +1,4 @@
-"""torch and jaxfn under the same names, so that one source is built on both.
+"""torch and jaxfn under common names, so that one source is built on both.
 
 A *definition* is a function of a library (`Jax`, `JittedJax` or `torch_library()`) that writes a Function in it and
 returns what calls it. Gradients are compared in torch's convention: JAX's of a complex input is the conjugate.
@@ -81,7 +81,7 @@ class Jax:
 
 
 class JittedJax(Jax):
-    """The same under `jax.jit`."""
+    """jaxfn under `jax.jit`."""
 
     wrap = staticmethod(jax.jit)
 
@@ -102,7 +102,7 @@ def _arrays(outputs: Any) -> list[Any]:
 def loss(library: Library, values: Sequence[Any]) -> Any:
     """A real number that depends on every floating and complex value, and not linearly.
 
-    It is the same for a complex value and for its conjugate.
+    It is equal for a complex value and for its conjugate.
     """
     total = 0.0
     for value in values:
@@ -160,19 +160,19 @@ def torch_library() -> Library:
 
         @staticmethod
         def tensors(args: Sequence[Any], argnums: Sequence[int] | None = None) -> tuple[Any, ...]:
-            """NumPy arrays as tensors, in the same layout; pytrees are flattened, everything else is left as it is."""
+            """NumPy arrays as tensors with equal strides; pytrees are flattened, everything else is unchanged."""
             chosen = range(len(args)) if argnums is None else argnums
-            made: list[Any] = []
+            converted: list[Any] = []
             for position, arg in enumerate(args):
                 for leaf in arg.values() if isinstance(arg, dict) else [arg]:
                     if isinstance(leaf, np.ndarray):
                         floating = _is_inexact(leaf.dtype)
-                        # NumPy gives an empty array strides that torch refuses.
+                        # NumPy gives an empty array strides that torch rejects.
                         layout = torch.preserve_format if leaf.size else torch.contiguous_format
                         leaf = torch.from_numpy(leaf).clone(memory_format=layout)
                         leaf.requires_grad_(floating and position in chosen)
-                    made.append(leaf)
-            return tuple(made)
+                    converted.append(leaf)
+            return tuple(converted)
 
         @classmethod
         def check(cls, kind: Kind, f: Callable[..., Any], args: tuple[Any, ...], **keywords: Any) -> bool:
@@ -188,7 +188,7 @@ def torch_library() -> Library:
 
         @classmethod
         def derivatives(cls, f: Callable[..., Any], args: Sequence[np.ndarray], order: int) -> list[list[np.ndarray]]:
-            """As `Jax.derivatives`."""
+            """Returns derivatives like `Jax.derivatives`."""
             tensors = cls.tensors([np.asarray(a) for a in args])
             inputs = [t for t in tensors if t.requires_grad]
             values = _arrays(f(*tensors))
@@ -204,14 +204,14 @@ def torch_library() -> Library:
 
         @classmethod
         def gradients(cls, f: Callable[..., Any], args: Sequence[np.ndarray]) -> list[np.ndarray]:
-            """As `Jax.gradients`."""
+            """Returns gradients like `Jax.gradients`."""
             return cls.derivatives(f, args, 1)[1]
 
     return Torch
 
 
 def assert_same(got: Sequence[Any], want: Sequence[np.ndarray], rtol: float = 1e-9) -> None:
-    """Outputs or gradients of JAX beside those of torch."""
+    """Compares outputs or gradients of JAX with those of torch."""
     for ours, theirs in zip(got, want, strict=True):
         assert np.shape(ours) == theirs.shape
         np.testing.assert_allclose(np.asarray(ours), theirs, rtol=rtol, atol=rtol)

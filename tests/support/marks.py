@@ -9,7 +9,7 @@ import pytest
 
 # The rows of docs/contract.md that a test is about: `@row("B4", "E1b")`.
 row = pytest.mark.row
-# Runs with `--all` only: it takes long, and a quicker test is about the same row.
+# Runs with `--all` only: it takes long, and a quicker test covers the row.
 slow = pytest.mark.slow
 
 
@@ -33,13 +33,13 @@ def cells(names: str, quick: Sequence[Any], *values: Iterable[Any], ids: Any = N
 
 
 # JAX's experimental implementations, which are switched on in the environment.
-COMING = bool(int(os.environ.get("JAX_CUSTOM_VJP3", "0")))
+EXPERIMENTAL = bool(int(os.environ.get("JAX_CUSTOM_VJP3", "0")))
 ALL_PERTURBED = pytest.mark.xfail(
-    COMING, reason="JAX_REMAT3 says that every input of a checkpoint is perturbed", strict=False
+    EXPERIMENTAL, reason="JAX_REMAT3 says that every input of a checkpoint is perturbed", strict=False
 )
-TWO_TRACES = pytest.mark.xfail(COMING, reason="JAX_REMAT3 takes the value of a checkpoint from another trace")
-KEEPS_TRACES = pytest.mark.xfail(
-    COMING, reason="JAX_CUSTOM_VJP3 keeps traces, and what they hold, until its caches are full or cleared"
+TWO_TRACES = pytest.mark.xfail(EXPERIMENTAL, reason="JAX_REMAT3 takes the value of a checkpoint from another trace")
+CACHES_TRACES = pytest.mark.xfail(
+    EXPERIMENTAL, reason="JAX_CUSTOM_VJP3 caches traces, and what they hold, until its caches are full or cleared"
 )
-TRACES_ALWAYS = pytest.mark.xfail(COMING, reason="JAX_CUSTOM_VJP3 traces a custom_vjp even where its values are known")
-NO_REMAT_TRANSPOSE = pytest.mark.xfail(COMING, reason="JAX_REMAT3 cannot transpose jax.checkpoint by itself yet")
+TRACES_ALWAYS = pytest.mark.xfail(EXPERIMENTAL, reason="JAX_CUSTOM_VJP3 traces a custom_vjp of concrete values too")
+NO_REMAT_TRANSPOSE = pytest.mark.xfail(EXPERIMENTAL, reason="JAX_REMAT3 cannot transpose jax.checkpoint alone yet")

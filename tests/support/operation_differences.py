@@ -1,4 +1,4 @@
-"""Where a translation differs from torch, and what is not translated: every case, with its reason."""
+"""Differences of translations from torch, and operations without a translation: every case, with its reason."""
 
 from __future__ import annotations
 
@@ -90,11 +90,11 @@ DERIVATIVE_DIFFERENT = {
     "as_strided_scatter": "torch gives a gradient to elements that are overwritten",
     "linalg.eigh": "the derivative depends on the signs of the eigenvectors, which are not unique",
     "linalg.pinv.hermitian": "torch's sample is not Hermitian, and its derivative takes it as it is",
-    "index_reduce.prod": "JAX has no derivative of a product over elements of one place, and raises",
-    "scatter_reduce.prod": "JAX has no derivative of a product over elements of one place, and raises",
+    "index_reduce.prod": "JAX has no derivative of a product over elements of one index, and raises",
+    "scatter_reduce.prod": "JAX has no derivative of a product over elements of one index, and raises",
     **{
-        f"nn.functional.max_unpool{n}d": "of several elements written to one place, torch gives each the gradient; "
-        "here it goes to the one that was kept"
+        f"nn.functional.max_unpool{n}d": "of several elements written to one index, torch gives each the gradient; "
+        "here it goes to the one that remains"
         for n in (1, 2, 3)
     },
 }

@@ -31,7 +31,7 @@ from jaxfn._torch.values.flatten import flatten_tensors, unflatten_tensors  # no
 from tests.support.torch_internals import torch_internal  # noqa: E402
 
 _internal: Any = torch_internal("common_methods_invocations")
-# Random numbers after a seed that the code sets itself are refused, and these set one only to draw the same again.
+# Random numbers after a seed that the code sets itself raise, and these set one only to repeat a draw.
 _internal.wrapper_set_seed = lambda function, *args, **kwargs: function(*args, **kwargs)
 # Whenever torch makes samples it searches the whole stack for a `unittest.TestCase`, which took half of the time of
 # these tests. Under pytest there is none.
@@ -118,46 +118,46 @@ def _calls(name: str, dtypes: Sequence[Any]) -> Iterator[tuple[Any, int, Callabl
         if dtype in op.supported_dtypes("cpu"):
             torch.manual_seed(0)
             with quiet():
-                for number, given in enumerate(itertools.islice(op.sample_inputs("cpu", dtype), COUNT)):
-                    yield dtype, number, *_of_tensors(op, given), given.output_process_fn_grad
+                for number, input_sample in enumerate(itertools.islice(op.sample_inputs("cpu", dtype), COUNT)):
+                    yield dtype, number, *_of_tensors(op, input_sample), input_sample.output_process_fn_grad
 
 
 def differentiable_sample(name: str, dtype: Any) -> tuple[Sample, list[bool]]:
     """An operation's first sample, and which of its tensors torch differentiates it by."""
     torch.manual_seed(0)
     with quiet():
-        given = next(iter(OPERATIONS[name].sample_inputs("cpu", dtype, requires_grad=True)))
-        function, tensors = _of_tensors(OPERATIONS[name], given)
+        input_sample = next(iter(OPERATIONS[name].sample_inputs("cpu", dtype, requires_grad=True)))
+        function, tensors = _of_tensors(OPERATIONS[name], input_sample)
         flags = [tensor.requires_grad for tensor in tensors]
         return sample(f"{dtype} 0".removeprefix("torch."), function, [t.detach() for t in tensors]), flags
 
 
-def _of_tensors(op: Any, given: Any) -> tuple[Callable[..., Any], list[Any]]:
+def _of_tensors(op: Any, input_sample: Any) -> tuple[Callable[..., Any], list[Any]]:
     """A call of torch's as a function of its tensors, and those."""
-    leaves, tree = pytree.tree_flatten((given.input, given.args, given.kwargs))
-    places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
-    return functools.partial(_call, op, leaves, tree, places), [leaves[i] for i in places]
+    leaves, tree = pytree.tree_flatten((input_sample.input, input_sample.args, input_sample.kwargs))
+    indices = [i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
+    return functools.partial(_call, op, leaves, tree, indices), [leaves[i] for i in indices]
 
 
-def _call(op: Any, leaves: Sequence[Any], tree: Any, places: Sequence[int], *tensors: Any) -> Any:
+def _call(op: Any, leaves: Sequence[Any], tree: Any, indices: Sequence[int], *tensors: Any) -> Any:
     filled = list(leaves)
-    for place, tensor in zip(places, tensors, strict=True):
-        filled[place] = tensor
+    for index, tensor in zip(indices, tensors, strict=True):
+        filled[index] = tensor
     first, args, kwargs = pytree.tree_unflatten(filled, tree)
     return op.op(first, *args, **kwargs)
 
 
 def with_derivative(function: Callable[..., Any], *tensors: Any) -> Any:
     """The real outputs of a function, and their derivative for fixed cotangents."""
-    places = [i for i, tensor in enumerate(tensors) if tensor.is_floating_point()]
+    indices = [i for i, tensor in enumerate(tensors) if tensor.is_floating_point()]
 
     def outputs(*varied: Any) -> Any:
         filled = list(tensors)
-        for place, tensor in zip(places, varied, strict=True):
-            filled[place] = tensor
+        for index, tensor in zip(indices, varied, strict=True):
+            filled[index] = tensor
         return tuple(x for x in pytree.tree_leaves(function(*filled)) if torch.is_tensor(x) and x.is_floating_point())
 
-    results, pull = torch.func.vjp(outputs, *(tensors[place] for place in places))
+    results, pull = torch.func.vjp(outputs, *(tensors[index] for index in indices))
     return results, pull(tuple(cotangent(result) for result in results))
 
 
@@ -178,7 +178,7 @@ def sample(label: str, function: Callable[..., Any], tensors: Sequence[Any], pro
 
 
 def trace(function: Callable[..., Any], tensors: Sequence[Any]) -> Any:
-    """The graph of a function of tensors, which returns what the function returned, with the same structure."""
+    """The graph of a function of tensors, which returns what the function returned, with an equal structure."""
     for tensor in tensors:
         to_jax(tensor)  # raises where a tensor has no counterpart
     with quiet(), checking_leaks("Recorded"):

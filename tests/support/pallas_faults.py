@@ -26,7 +26,7 @@ class Fault:
     Attributes:
       kernel: the one that it shows in.
       file: where it is.
-      place: a function or class of that file; the text is there once.
+      definition: a function or class of that file, which contains the text once.
       name: what is wrong.
       old: the text.
       new: what stands there instead.
@@ -35,19 +35,20 @@ class Fault:
 
     kernel: Kernel
     file: str
-    place: str
+    definition: str
     name: str
     old: str
     new: str
     check: str = ""
 
     def __str__(self) -> str:
-        return f"{self.kernel}: {self.place}: {self.name}"
+        return f"{self.kernel}: {self.definition}: {self.name}"
 
     def change(self) -> Change:
         source = (FOLDER / f"{self.file}.py").read_text()
-        found = re.search(rf"^(def|class) {self.place}\b.*?(?=^(def|class|if) |\Z)", source, re.DOTALL | re.MULTILINE)
-        assert found, f"there is no {self.place} in {self.file}.py"
+        pattern = rf"^(def|class) {self.definition}\b.*?(?=^(def|class|if) |\Z)"
+        found = re.search(pattern, source, re.DOTALL | re.MULTILINE)
+        assert found, f"there is no {self.definition} in {self.file}.py"
         text = found[0]
         assert text.count(self.old) == 1, f"{self}: {self.old!r} is there {text.count(self.old)} times"
         return self.file, text, text.replace(self.old, self.new)
@@ -80,8 +81,8 @@ def found_by(fault: Fault) -> list[str]:
 FAULTS: list[Fault] = []
 
 
-def planted(kernel: Kernel, place: str, *faults: tuple[str, ...], file: str | None = None) -> None:
-    FAULTS.extend(Fault(kernel, file or kernel.module, place, *fault) for fault in faults)
+def planted(kernel: Kernel, definition: str, *faults: tuple[str, ...], file: str | None = None) -> None:
+    FAULTS.extend(Fault(kernel, file or kernel.module, definition, *fault) for fault in faults)
 
 
 planted(
@@ -94,7 +95,7 @@ planted(
     ("variance with cancellation", "jnp.sum(centered * centered, axis=1, keepdims=True) / width",
      "jnp.sum(x * x, axis=1, keepdims=True) / width - mean * mean", "constants"),
     ("weight and bias swapped", "centered * rstd * weight + bias", "centered * rstd * bias + weight"),
-    ("mean not taken off", "x - mean", "x"),
+    ("mean not subtracted", "x - mean", "x"),
     ("input rounded", "load(x_ref, num_left, width)", "load(x_ref, num_left, width).astype(jnp.bfloat16)"),
     ("off by one block", "pl.program_id(1) * x_ref.shape[0]", "(pl.program_id(1) + 1) * x_ref.shape[0]"),
     ("one column too few read", "load(x_ref, num_left, width)", "load(x_ref, num_left, width - 1)"),
@@ -152,7 +153,7 @@ planted(
 planted(
     CROSS_ENTROPY,
     "_grad_logits",
-    ("label not taken off", " - (word == labels)", ""),
+    ("label not subtracted", " - (word == labels)", ""),
     ("label within the block", "word = first_word + jax", "word = jax"),
     ("not normalized", "jnp.exp(logits - log_sum)", "jnp.exp(logits)"),
     ("scale missing", "grad_loss * (softmax", "(softmax"),

@@ -59,7 +59,7 @@ class Model(NamedTuple):
       module: with all dropout at 0.
       batches: two batches for each argument.
       call: how it is called, if not with the batch alone.
-      is_single: whether it makes numbers in single precision, whatever it is given.
+      is_single: whether it makes numbers in single precision, whatever its inputs.
     """
 
     module: Any
@@ -106,7 +106,7 @@ def llama() -> Model:
 
 
 def sew_d() -> Model:
-    """Sound; its attention has Functions of its own."""
+    """Sound; its attention has custom Functions."""
     convolutions = {"conv_dim": (8, 8), "conv_stride": (4, 4), "conv_kernel": (8, 6), "num_feat_extract_layers": 2}
     positions = {"num_conv_pos_embeddings": 8, "num_conv_pos_embedding_groups": 2, "squeeze_factor": 1}
     dropouts = "hidden_dropout activation_dropout attention_dropout feat_proj_dropout final_dropout layerdrop"

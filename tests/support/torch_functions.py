@@ -355,19 +355,19 @@ class ConstantMatrix(Function):
     @staticmethod
     def forward(ctx, x, n):
         mask = torch.ones(3, 3).triu(1)
-        places = mask.view(-1).nonzero().squeeze(1)
-        weights = torch.tensor([1.0 / (i + 1) for i in range(len(places))], dtype=x.dtype)
+        indices = mask.view(-1).nonzero().squeeze(1)
+        weights = torch.tensor([1.0 / (i + 1) for i in range(len(indices))], dtype=x.dtype)
         if weights.sum().item() > 0:
             weights = weights * n
-        ctx.save_for_backward(places, weights)
+        ctx.save_for_backward(indices, weights)
         ctx.shape = x.shape
-        return x.reshape(-1)[places] * weights
+        return x.reshape(-1)[indices] * weights
 
     @staticmethod
     def backward(ctx, grad_output):
-        places, weights = ctx.saved_tensors
+        indices, weights = ctx.saved_tensors
         grad = torch.zeros(ctx.shape, dtype=grad_output.dtype).view(-1)
-        grad[places] = grad_output * weights
+        grad[indices] = grad_output * weights
         return grad.view(ctx.shape), None
 
 
@@ -398,7 +398,7 @@ class BackwardInside(Function):
 
 @case(normal(4, 3), np.sign(normal(4, 3, seed=1)), order=1)
 class OldIdioms(Function):
-    """What old code does: resizes, `new`, writes to the gradient it gets."""
+    """Idioms of old code: resizes, `new`, an in-place update of the gradient."""
 
     @staticmethod
     def forward(ctx, predictions, targets):
@@ -437,7 +437,7 @@ round_through = RoundThrough.apply
 
 @case(normal(4, 3) * 3)
 class AppliesAnother(Function):
-    """In forward and in backward, by a name taken beforehand."""
+    """Applies another Function in forward and in backward, by a name bound beforehand."""
 
     @staticmethod
     def forward(ctx, x):
@@ -468,7 +468,7 @@ class SwishBackward(Function):
 
 @case(normal(4, 3))
 class Swish(Function):
-    """The double-backward idiom: the gradient is a Function of its own."""
+    """The double-backward idiom: the gradient is a separate Function."""
 
     @staticmethod
     def forward(ctx, x):

@@ -1,4 +1,4 @@
-"""What a function may be put through, each as a way from (case, function) to comparable numbers."""
+"""Transformations of a function, each a map from (case, function) to comparable numbers."""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ from jaxfn._gradcheck.problem.staging import bytes_per_call
 from jaxfn._gradcheck.report.progress import Progress
 
 # Larger batches are slower, as they no longer fit into the processor's caches.
-_BATCH_BYTES = 16 << 20
+BATCH_BYTES = 16 << 20
 _LOOP_BATCH = 64
 _STEPS = (1, -1, 2, -2)
 
@@ -75,7 +75,7 @@ class BatchedEvaluator:
         self._executables: dict[Any, tuple[int, Any]] = {}
 
     def at(self, xs: Sequence[Any]) -> BatchedEvaluator:
-        """Returns an evaluator with the same executables at another point."""
+        """Returns an evaluator at another point that shares the executables."""
         evaluator = BatchedEvaluator(self.mode, xs, self.max_memory, self.progress)
         evaluator._executables = self._executables
         return evaluator
@@ -87,7 +87,7 @@ class BatchedEvaluator:
     def batches(
         self, derivatives: Sequence[Derivative], vectors: Vectors, combine: Callable[..., list[Arrays]] = _listed
     ) -> Iterator[list[Arrays]]:
-        """Evaluates derivatives along one batch of vectors after the other; results keep their shapes.
+        """Evaluates derivatives along one batch of vectors after the other; results are not flattened.
 
         Args:
           derivatives: derivatives of one mode.
@@ -182,7 +182,7 @@ class BatchedEvaluator:
     def _fitting(self, bytes_per_call: int) -> int:
         if self.mode is ExecutionMode.PYTHON_LOOP:
             return _LOOP_BATCH
-        return max(1, min(_BATCH_BYTES, self.max_memory) // max(bytes_per_call, 1))
+        return max(1, min(BATCH_BYTES, self.max_memory) // max(bytes_per_call, 1))
 
 
 def _flat(batches: Iterator[list[Arrays]]) -> list[Arrays]:

@@ -77,10 +77,10 @@ class CompiledFunction:
 
     # Note: the key of the cache
 
-    XLA receives a text, and two functions with equal texts compute the same, whatever Python they come from. Four
+    XLA receives a text, and two functions with equal texts have equal results, whatever their Python code. Four
     things are not in the text. Unused arguments: JAX drops them, so `sin(a)` and `sin(b)` of the arguments `a` and `b`
     would have equal texts; `keep_unused` prevents that. The pytree of the results: it is not cached. Python callbacks:
-    the text has numbers in their place, so they are part of the key. Constants, under an option of JAX: then nothing
+    the text has numbers instead of them, so they are part of the key. Constants, under an option of JAX: then nothing
     is cached.
 
     Args:

@@ -14,8 +14,8 @@ import numpy as np
 from jaxfn._gradcheck.problem.problem import Leaf
 
 Arrays = list[Any]
-# Up to this many components all leaves share one basis, which compiles less; above it each has its own, which keeps the
-# others out of the batch.
+# Up to this many components all leaves share one basis, which compiles less. With more, each leaf has one, so that a
+# batch has no others.
 _TOGETHER = 1024
 
 
@@ -73,8 +73,18 @@ class Basis:
         sizes = [self.leaves[i].num_components for i in self.chosen]
         return dict(zip(self.chosen, accumulate(sizes, initial=0), strict=False))
 
+    def arrays(self) -> Arrays:
+        """Returns all unit vectors: for each leaf an array with a leading axis."""
+        components = np.eye(self.size)
+        arrays: Arrays = [np.zeros((self.size, *leaf.shape), leaf.dtype) for leaf in self.leaves]
+        for i in self.chosen:
+            leaf, start = self.leaves[i], self.offsets[i]
+            part = components[:, start : start + leaf.num_components]
+            arrays[i] = complex_entries(part, leaf).astype(leaf.dtype).reshape(self.size, *leaf.shape)
+        return arrays
+
     def vectors(self, which: Sequence[int] | None = None) -> Vectors:
-        """Returns all unit vectors, or those with the given indices."""
+        """Returns all unit vectors, or those with indices `which`."""
         every = np.arange(self.size) if which is None else np.asarray(which, int)
 
         def make(numbers: Any) -> Arrays:
@@ -92,6 +102,11 @@ def bases(leaves: tuple[Leaf, ...]) -> list[Basis]:
     if sum(leaf.num_components for leaf in leaves) <= _TOGETHER:
         return [Basis(leaves, tuple(range(len(leaves))))] if filled else []
     return [Basis(leaves, (i,)) for i in filled]
+
+
+def complex_entries(array: Any, leaf: Leaf) -> Any:
+    """Combines the real components of a leaf, along the last axis, to its entries."""
+    return array[:, : leaf.size] + 1j * array[:, leaf.size :] if leaf.is_complex else array
 
 
 def _unit(leaf: Leaf, component: Any) -> Any:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from functools import cache, cached_property
+from typing import Any, ClassVar, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -13,11 +14,13 @@ import numpy as np
 from jaxfn._compat import SymbolicZero
 from jaxfn._gradcheck.problem.problem import Leaf, LeafFunction, Problem
 from jaxfn._gradcheck.problem.staging import JaxprFunction, stage, stage_without_x64
-from jaxfn._jaxpr import is_reverse_only
+from jaxfn._jaxpr import identity_primitives, is_any_of, is_reverse_only, subjaxpr_rules
 from jaxfn._observe import CALL_MONITOR, CallMonitor
+from jaxfn._primitives import attach_p, linear_map_p, stop_p
 
 # (inputs, cotangents) -> (outputs, gradients), or (inputs, tangents) -> (outputs, output tangents); all are lists.
 Derivative = Callable[[Sequence[Any], Sequence[Any]], Any]
+_FindDerivative: TypeAlias = "Callable[[], Derivative | UnavailableError]"
 
 
 def reverse_derivative(call: LeafFunction) -> Derivative:
@@ -107,8 +110,8 @@ class ADMode:
       seed_leaves: the outputs in reverse mode, the inputs in forward mode.
       result_leaves: the inputs in reverse mode, the outputs in forward mode.
       rule: the derivative by the function's own rule, or the reason why there is none.
-      retraced: `rule`, traced a second time; `None` if that trace has the same operations.
-      reference: the derivative by autodiff of the function without its rule, or the reason why there is none.
+      retraced: `rule`, traced a second time; `None` if that trace has equal operations.
+      find_reference: returns `reference`.
     """
 
     is_forward: ClassVar[bool]
@@ -122,7 +125,12 @@ class ADMode:
     result_leaves: tuple[Leaf, ...]
     rule: Derivative | UnavailableError
     retraced: Derivative | None
-    reference: Derivative | UnavailableError
+    find_reference: _FindDerivative
+
+    @cached_property
+    def reference(self) -> Derivative | UnavailableError:
+        """The derivative by autodiff of the function without its rule, or the reason why there is none."""
+        return self.find_reference()
 
     @property
     def has_reference(self) -> bool:
@@ -165,14 +173,17 @@ class Derivatives:
       inputs: the leaves with respect to which the function is differentiated.
       outputs: the outputs that have a derivative.
       stopped: the floating-point and complex outputs that have none.
-      kept: the indices of `outputs` among both.
+      output_indices: the indices of `outputs` among both.
       primal: maps inputs to `outputs`, or to `stopped` if there are no others.
       target: as `primal`, the function whose values finite differences use.
       call: the function itself, not staged; maps inputs to outputs.
       reverse: reverse mode.
       forward: forward mode.
       functions: the Functions whose rules the references bypass.
+      has_unknown_code: whether values or derivatives may depend on which inputs and outputs have a tangent or a
+        cotangent, or on whether they are batched.
       casts: gradients that were returned in another dtype than their input's, as (location, dtype, input's dtype).
+      without_gradient: differentiated inputs for which `backward` returned `None`, as (method, input).
       precision: the relative spacing of the coarsest floating-point type that the function computes in.
       stage: stages another function that calls `call`.
     """
@@ -181,14 +192,16 @@ class Derivatives:
     inputs: tuple[Leaf, ...]
     outputs: tuple[Leaf, ...]
     stopped: tuple[Leaf, ...]
-    kept: Sequence[int]
+    output_indices: Sequence[int]
     primal: LeafFunction
     target: LeafFunction
     call: LeafFunction
     reverse: ADMode
     forward: ADMode
     functions: list[Any]
+    has_unknown_code: bool
     casts: list[tuple[str, str, str]]
+    without_gradient: list[tuple[str, str]]
     precision: float
     stage: Callable[..., JaxprFunction]
 
@@ -239,49 +252,96 @@ def _derive(problem: Problem, tracer: _Tracer, reverse: bool, forward: bool, ref
     if problem.may_stop and not all(isinstance(rule, UnavailableError) for rule in own):
         if problem.target is not problem.call:  # the rule may lack a derivative that its surrogate has
             rules(recording_derivatives(problem.target, differentiable), leaves)
-        kept = sorted(differentiable)
+        indices = sorted(differentiable)
     else:
-        kept = list(range(len(leaves)))
-    outputs = tuple(leaves[i] for i in kept)
+        indices = list(range(len(leaves)))
+    outputs = tuple(leaves[i] for i in indices)
     call, reference_call = problem.call, problem.reference
-    if len(kept) < len(leaves):
-        call, reference_call = restrict_outputs(call, kept), restrict_outputs(reference_call, kept)
+    if len(indices) < len(leaves):
+        call, reference_call = restrict_outputs(call, indices), restrict_outputs(reference_call, indices)
         own = rules(call, outputs)
-        if kept:
-            primal = target = tracer.primal(restrict_outputs(problem.call, kept))[0]
+        if indices:
+            primal = target = tracer.primal(restrict_outputs(problem.call, indices))[0]
             if problem.target is not problem.call:
-                target = tracer.primal(restrict_outputs(problem.target, kept), stage)[0]
+                target = tracer.primal(restrict_outputs(problem.target, indices), stage)[0]
     bypassing = CallMonitor(bypass_rules=True)
-    without_rules = monitored(reference_call, bypassing)
-    references: list[Derivative | UnavailableError] = [
-        tracer.derivative(jacobian_rows(without_rules), outputs, stage) if reference and reverse else _UNCHECKED,
-        tracer.derivative(forward_derivative(without_rules), problem.inputs, stage) if reference else _UNCHECKED,
-    ]
-    if reference and not bypassing.functions and not problem.has_reference:
-        references = [UnavailableError("it has no rule: autodiff is the derivative that is checked")] * 2
-    elif monitor.functions.keys() - bypassing.functions.keys():
-        # Then finite differences decide about reverse mode, and the rules of forward mode do not count as a reference.
-        references[1] = UnavailableError("Functions inside the function keep their own rules")
-    of_reverse, of_forward = zip(own, map(_retraced, own, rules(call, outputs)), references, strict=True)
+    references: Sequence[_FindDerivative] = [lambda: _UNCHECKED] * 2
+    if reference:
+        without_rules = monitored(reference_call, bypassing)
+        references = _references(problem, tracer, without_rules, outputs, reverse, monitor, bypassing)
+    retraced = map(_retraced, own, rules(call, outputs))
+    of_reverse, of_forward = zip(own, retraced, references, strict=True)
     return Derivatives(
         is_traced=tracer.is_tracing,
         inputs=problem.inputs,
         outputs=outputs,
-        stopped=tuple(leaf for i, leaf in enumerate(leaves) if i not in kept),
-        kept=kept,
+        stopped=tuple(leaf for i, leaf in enumerate(leaves) if i not in indices),
+        output_indices=indices,
         primal=primal,
         target=target,
         call=monitored(call, monitor),
         reverse=ReverseMode(outputs, problem.inputs, *of_reverse),
         forward=ForwardMode(problem.inputs, outputs, *of_forward),
         functions=list(bypassing.functions) or list(monitor.functions),
+        has_unknown_code=monitor.reads_perturbation or _has_unknown_code(primal, own[1]),
         casts=list(monitor.casts),
+        without_gradient=list(monitor.without_gradient),
         precision=precision,
         stage=tracer.stage,
     )
 
 
+def _references(
+    problem: Problem,
+    tracer: _Tracer,
+    without_rules: LeafFunction,
+    outputs: Sequence[Leaf],
+    reverse: bool,
+    monitor: CallMonitor,
+    bypassing: CallMonitor,
+) -> tuple[_FindDerivative, _FindDerivative]:
+    """Returns functions that find the references of reverse and of forward mode.
+
+    Forward mode is traced here, reverse mode at the first call, as it is rarely needed.
+
+    Args:
+      problem: the problem.
+      tracer: stages the derivatives.
+      without_rules: the function without its rule.
+      outputs: its differentiable outputs.
+      reverse: whether reverse mode is checked.
+      monitor: has monitored the calls of the function.
+      bypassing: monitors those of `without_rules`.
+    """
+    columns = tracer.derivative(forward_derivative(without_rules), problem.inputs, stage)
+    rows = cache(lambda: tracer.derivative(jacobian_rows(without_rules), outputs, stage) if reverse else _UNCHECKED)
+    if isinstance(columns, UnavailableError) or monitor.functions.keys() - bypassing.functions.keys():
+        rows()  # reverse mode may call Functions that forward mode has not reached
+    if not bypassing.functions and not problem.has_reference:
+        no_rule = UnavailableError("it has no rule: autodiff is the derivative that is checked")
+        return (lambda: no_rule), (lambda: no_rule)
+    if monitor.functions.keys() - bypassing.functions.keys():
+        # Finite differences decide about reverse mode, and the rules of forward mode do not count as a reference.
+        columns = UnavailableError("Functions inside the function are differentiated by their own rules")
+    return rows, lambda: columns
+
+
 _UNCHECKED = UnavailableError("that mode is not checked")
+
+# Primitives that run JAX's code alone, or that of Functions, which is monitored while JAX traces it.
+_MONITORED = frozenset({v for name, v in vars(jax.lax).items() if name.endswith("_p")} | {attach_p, stop_p})
+# `jvp` runs where a `linear_map` is lowered, after its trace.
+_UNMONITORED = frozenset({linear_map_p, "custom_vmap_call"})
+
+
+def _has_unknown_code(primal: LeafFunction, forward_rule: object) -> bool:
+    """Whether there is code, other than that of monitored methods, that may see what is differentiated or batched."""
+    if not isinstance(primal, JaxprFunction):
+        return True
+    known = (_MONITORED | identity_primitives | subjaxpr_rules.keys()) - _UNMONITORED
+    return any(eqn.params.get("symbolic_zeros") or not is_any_of(eqn, known) for eqn in primal.eqns) or (
+        isinstance(forward_rule, JaxprFunction) and any(eqn.primitive is linear_map_p for eqn in forward_rule.eqns)
+    )
 
 
 class _Tracer:

@@ -33,7 +33,7 @@ def second_order(problem: Problem, grad_outputs: Any) -> Problem:
     count = len(problem.inputs)
 
     def gradients(call: LeafFunction) -> LeafFunction:
-        reverse = reverse_derivative(restrict_outputs(call, d.kept))
+        reverse = reverse_derivative(restrict_outputs(call, d.output_indices))
 
         def first_order(*values: Any) -> list[Any]:
             return reverse(values[:count], values[count:])[1]

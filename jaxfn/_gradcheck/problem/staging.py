@@ -61,7 +61,7 @@ class JaxprFunction:
         return JaxprFunction(self.constants, jaxpr, tree_structure(0))
 
     def is_same_computation(self, other: JaxprFunction) -> bool:
-        """Whether both have the same operations and constants, as far as their texts and params show."""
+        """Whether both have equal operations and constants, as far as their texts and params show."""
         if str(self.jaxpr) != str(other.jaxpr):
             return False
         first, second = ([*traced.constants, *_not_in_text(traced.eqns)] for traced in (self, other))

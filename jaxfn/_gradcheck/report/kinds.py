@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from itertools import combinations
+from itertools import combinations, permutations
 from typing import Any
 
 import numpy as np
@@ -12,6 +12,8 @@ from jaxfn._gradcheck.report.report import Mismatch
 
 Matrix = np.ndarray[Any, Any]
 _CLOSE = 1e-4  # relative to the largest entry, so that finite differences are precise enough
+_MAX_PERMUTED = 4  # axes, of which all permutations are tried
+_MAX_LISTED = 2  # explanations that hold alike; more explain nothing
 
 
 def mismatch_kind(
@@ -20,6 +22,8 @@ def mismatch_kind(
     output_shape: tuple[int, ...],
     input_shape: tuple[int, ...],
     mesh_axes: Mapping[str, int],
+    *,
+    is_forward: bool,
 ) -> str | None:
     """Returns the kind of mistake, or `None` if the Jacobian does not show it clearly.
 
@@ -28,34 +32,37 @@ def mismatch_kind(
       reference: the right Jacobian.
       output_shape, input_shape: the shapes of the output and the input.
       mesh_axes: the sizes of the mesh axes of `shard_map`, by name.
+      is_forward: whether the columns are tangents of the output, rather than the rows gradients of the input.
     """
     if analytic.size < 1 or not (np.isfinite(analytic).all() and np.isfinite(reference).all()):
         return "not a number" if analytic.size and not np.isfinite(analytic).all() else None
-    if _same(reference, 0 * reference):
+    if _is_close(reference, 0 * reference):
         return "a gradient where there is none"
     if not analytic.any():
         return "zero everywhere"
-    if _same(analytic, -reference):
+    if _is_close(analytic, -reference):
         return "wrong sign"
+    results = analytic, reference, input_shape, "gradient"
+    if is_forward:
+        results = analytic.T, reference.T, output_shape, "tangent"
     return (
         _conjugate(analytic, reference, output_shape)
         or _factor(analytic, reference, mesh_axes)
-        or _transposed(analytic, reference, input_shape)
+        or _transposed(*results)
         or _broadcast(analytic, reference)
         or _off_diagonal(analytic, reference)
     )
 
 
-def name_swapped(mismatches: Sequence[Mismatch]) -> Sequence[Mismatch]:
+def name_swapped(mismatches: Sequence[Mismatch]) -> None:
     """Names mismatches of one output whose gradients are those of each other's inputs."""
     for a, b in combinations(mismatches, 2):
-        if a.output == b.output and a.input_shape == b.input_shape and {a.input, b.input} != {a.input}:
-            pairs = [(m.matrices.get("analytic"), _reference(other)) for m, other in ((a, b), (b, a))]
-            if all(
-                m is not None and r is not None and m.shape == r.shape and r.any() and _same(m, r) for m, r in pairs
-            ):
+        if a.output == b.output and a.input_shape == b.input_shape and a.input != b.input:
+            first, second, of_a, of_b = (*(m.matrices.get("analytic") for m in (a, b)), *map(_reference, (a, b)))
+            if first is None or second is None or of_a is None or of_b is None or of_a.shape != of_b.shape:
+                continue
+            if of_a.any() and of_b.any() and _is_rather(first, of_b, of_a) and _is_rather(second, of_a, of_b):
                 a.kind, b.kind = f"swapped with the gradient of {b.input}", f"swapped with the gradient of {a.input}"
-    return mismatches
 
 
 def _reference(mismatch: Mismatch) -> Matrix | None:
@@ -68,12 +75,12 @@ def _conjugate(a: Matrix, n: Matrix, output: tuple[int, ...]) -> str | None:
     expected = n.conj()
     size = int(np.prod(output, dtype=int))
     expected[size:] *= -1  # the rows of a complex output's imaginary parts
-    return "missing conjugate" if _same(a, expected) else None
+    return "missing conjugate" if _is_rather(a, expected, n) else None
 
 
 def _factor(a: Matrix, n: Matrix, mesh_axes: Mapping[str, int]) -> str | None:
     factor = np.vdot(n, a) / np.vdot(n, n)
-    if abs(factor) < _CLOSE or not _same(a, factor * n, _CLOSE * min(1.0, abs(factor - 1)) * 10):
+    if abs(factor) < _CLOSE or not _is_close(a, factor * n, _CLOSE * min(1.0, abs(factor - 1)) * 10):
         return None
     shown = factor.real if abs(factor.imag) < _CLOSE * abs(factor) else factor
     if abs(shown) > 1.5 and _is_whole(shown):
@@ -89,14 +96,18 @@ def _is_whole(number: float) -> bool:
     return abs(number - np.round(number)) < _CLOSE * abs(number)
 
 
-def _transposed(a: Matrix, n: Matrix, input: tuple[int, ...]) -> str | None:
-    if n.shape[0] == n.shape[1] > 1 and _same(a, n.T):
-        return "transposed: the Jacobian is multiplied from the wrong side"
-    if len(input) >= 2 and input[-1] == input[-2] > 1:
-        swapped = a.reshape(-1, *input).swapaxes(-1, -2).reshape(a.shape)
-        if _same(swapped, n):
-            return "the gradient is transposed"
-    return None
+def _transposed(a: Matrix, n: Matrix, shape: tuple[int, ...], result_name: str) -> str | None:
+    """Detects transposed results, of the transposed shape or reshaped to the right one."""
+    found: list[str] = []
+    if n.shape[0] == n.shape[1] > 1 and _is_rather(a, n.T, n):
+        found.append("transposed: the Jacobian is multiplied from the wrong side")
+    sizes = tuple(size for size in shape if size > 1)
+    for axes in permutations(range(len(sizes))) if len(sizes) <= _MAX_PERMUTED else ():
+        transposed = n.reshape(-1, *sizes).transpose(0, *(1 + axis for axis in axes)).reshape(n.shape)
+        if _is_rather(a, transposed, n):
+            order = f": its axes are in order {axes}" if len(sizes) == len(shape) > 2 else ""
+            found.append(f"the {result_name} is transposed{order}")
+    return " or ".join(found) if len(found) <= _MAX_LISTED else None
 
 
 def _broadcast(a: Matrix, n: Matrix) -> str | None:
@@ -110,7 +121,7 @@ def _broadcast(a: Matrix, n: Matrix) -> str | None:
 
 
 def _off_diagonal(a: Matrix, n: Matrix) -> str | None:
-    if n.shape[0] != n.shape[1] or n.shape[0] < 2:
+    if n.shape[0] != n.shape[1] or n.shape[0] < 2 or _is_close(a, n):
         return None
     diagonal = np.eye(len(n), dtype=bool)
     if not np.allclose(a[diagonal], n[diagonal], rtol=_CLOSE, atol=_CLOSE * abs(n).max()):
@@ -120,8 +131,13 @@ def _off_diagonal(a: Matrix, n: Matrix) -> str | None:
     return "off-diagonal entries are wrong; the diagonal is right"
 
 
-def _same(a: Matrix, b: Matrix, close: float = _CLOSE) -> bool:
+def _is_close(a: Matrix, b: Matrix, close: float = _CLOSE) -> bool:
     return bool(abs(a - b).max() <= close * abs(b).max())
+
+
+def _is_rather(a: Matrix, wrong: Matrix, right: Matrix) -> bool:
+    """Whether `a` is `wrong`, and that differs from `right`."""
+    return _is_close(a, wrong) and not _is_close(wrong, right)
 
 
 def _close_rows(a: Matrix, n: Matrix) -> Any:

@@ -133,7 +133,7 @@ class GradcheckReport(CheckReport):
         for problem in self.problems:
             lines += ["", problem]
         if not self.passed and self.source:
-            lines += ["", *(f"defined at {place}" for place in self.source)]
+            lines += ["", *(f"defined at {location}" for location in self.source)]
         lines += [f"note: {note}" for note in self.notes]
         return "\n".join(lines)
 
@@ -182,8 +182,8 @@ def _table(entries: list[Entry]) -> list[str]:
         values = ["" if v is None else f"{v:.7g}" for v in (e.analytic, e.numeric, e.autodiff)]
         errors = map(small, (e.absolute_error, e.relative_error, e.tolerance))
         table.append([index, _index(e.input_index), *values, *errors])
-    kept = [column for column in zip(*table, strict=True) if any(column[1:])]
-    return aligned(list(zip(*kept, strict=True)), to_the_right=range(len(kept)))
+    columns = [column for column in zip(*table, strict=True) if any(column[1:])]
+    return aligned(list(zip(*columns, strict=True)), to_the_right=range(len(columns)))
 
 
 def _index(index: tuple[int, ...]) -> str:

@@ -35,8 +35,8 @@ class Definition(TorchCode):
 
     Attributes:
       original: The class that the user wrote, if `function` was lifted.
-      has_setup_context: Whether it has a `setup_context`, and its `forward` takes no ctx.
-      keeps_setup_context: Whether the jaxfn Function has a `setup_context` too.
+      has_setup_context: Whether the torch class has a `setup_context`, and its `forward` takes no ctx.
+      defines_setup_context: Whether the jaxfn Function has one too.
       signature: The signature of the jaxfn Function's `forward`: torch's, with the key and perhaps a ctx.
       backward: Its `backward` or `vjp`; `None` if it has neither.
       once_differentiable: Whether torch's `once_differentiable` decorates `backward`.
@@ -54,9 +54,9 @@ class Definition(TorchCode):
         self.once_differentiable = _is_once_differentiable(self.backward)
         self.takes_any_keyword = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
         # torch requires a `setup_context` if there is a `vmap`, so that `forward` can be batched without the ctx.
-        self.keeps_setup_context = self.has_vmap and self.has_setup_context
+        self.defines_setup_context = self.has_vmap and self.has_setup_context
         new = [inspect.Parameter("ctx", inspect.Parameter.POSITIONAL_ONLY)]
-        taken = [*(new if self.has_setup_context and not self.keeps_setup_context else []), *parameters.values()]
+        taken = [*(new if self.has_setup_context and not self.defines_setup_context else []), *parameters.values()]
         self.signature = inspect.Signature(list(with_key(taken, self.key_name)))
 
     def _backward(self) -> Callable[..., Any] | None:

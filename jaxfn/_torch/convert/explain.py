@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import html
 import inspect
 from collections import Counter
 from collections.abc import Sequence
@@ -131,6 +132,10 @@ class Explanation:
         return "\n\n".join([self.name, *map(str, self.parts), *needed])
 
     __repr__ = __str__
+
+    def _repr_html_(self) -> str:
+        """Returns the explanation for a notebook."""
+        return f"<pre>{html.escape(str(self))}</pre>"
 
 
 def _indent(text: Any) -> str:

@@ -108,7 +108,7 @@ class FunctionAdapter:
         return unflatten_tensors(call.traced.output, values)
 
     def forward_alone(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Runs `forward` for a class that keeps its `setup_context`."""
+        """Runs `forward` for a jaxfn Function with a `setup_context`."""
         call = self._find_trace(args, kwargs, None)
         self._warn_about_trace(call.traced)
         return unflatten_tensors(call.traced.output, call.traced.run(call.arrays, call.key))
@@ -336,7 +336,7 @@ def _match_template(
     return template, arrays, found
 
 
-# Folded into the key of a call to make the key of its backward and jvp.
+# Folded into the key of a call to derive the key of its backward and jvp.
 _BACKWARD_KEY_DATA = 0x6261636B
 
 
@@ -351,7 +351,7 @@ def convert_function_class(function: Any, module: str, config: TraceConfig) -> t
     return found
 
 
-# A converted class keeps the torch class and the replacements alive, so their identities stay unique meanwhile.
+# A converted class references the torch class and the replacements, so that their identities stay unique.
 _CLASSES: weakref.WeakValueDictionary[Any, type[ConvertedFunction]] = weakref.WeakValueDictionary()
 
 
@@ -371,7 +371,7 @@ def _make_class(function: Any, module: str, config: TraceConfig) -> type[Convert
     def forward_alone(*args: Any, **kwargs: Any) -> Any:
         return adapter.forward_alone(args, kwargs)
 
-    method = forward_alone if definition.keeps_setup_context else forward
+    method = forward_alone if definition.defines_setup_context else forward
     method.__signature__ = definition.signature  # pyright: ignore[reportFunctionMemberAccess]
     body: dict[str, Any] = {
         "__module__": module,
@@ -382,7 +382,7 @@ def _make_class(function: Any, module: str, config: TraceConfig) -> type[Convert
         "forward": staticmethod(method),
         "generate_vmap_rule": function.generate_vmap_rule,
     }
-    if definition.keeps_setup_context:
+    if definition.defines_setup_context:
         body["setup_context"] = staticmethod(adapter.setup_context)
     if definition.has_vmap:
         body["vmap"] = staticmethod(adapter.vmap)

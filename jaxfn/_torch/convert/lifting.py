@@ -150,7 +150,7 @@ def _check_mutations(name: str, mutated: Sequence[str]) -> None:
 def _warn_of_recomputed_mutations(name: str, mutated: Sequence[str]) -> None:
     if mutated:
         warnings.warn(
-            f"{name} mutates {', '.join(mutated)} in forward and, where it computes the same again, in backward. torch "
+            f"{name} mutates {', '.join(mutated)} in forward and, where it repeats the computation, in backward. torch "
             "updates them twice; the buffers that net.apply returns contain only the update in forward.",
             stacklevel=2,
         )

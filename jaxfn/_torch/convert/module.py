@@ -38,8 +38,8 @@ from jaxfn._torch.values.errors import TranslationError
 from jaxfn._torch.values.trace_cache import IdentityKey
 from jaxfn._tree import Opaque
 
-# A module holds other tensors while one thread traces it. Meanwhile no other thread may use it, or a module that shares
-# submodules with it.
+# A module contains other tensors while one thread traces it. Meanwhile no other thread may use it, or a module that
+# shares submodules with it.
 _LOCK = threading.RLock()
 
 Arrays = dict[str, jax.Array]
@@ -92,7 +92,7 @@ class ConvertedModule(Opaque):
             return {name: to_jax(x) for name, x in _tensors(self.torch_module).items() if not _is_trainable(x)}
 
     def train(self, mode: bool = True) -> ConvertedModule:
-        """Returns the module in train or eval mode, around the same torch module, whose own mode does not change.
+        """Returns the module in train or eval mode, around its torch module, whose own mode does not change.
 
         Raises:
           TranslationError: A submodule overrides `train`, and changes more than modes.
@@ -124,7 +124,7 @@ class ConvertedModule(Opaque):
 
         Returns:
           The output, and the buffers after the call. Containers of output tensors that JAX knows (tuples, lists, dicts)
-          are kept. Any other object becomes a dict of its tensors, by name.
+          stay. Any other object becomes a dict of its tensors, by name.
 
         Raises:
           TypeError: A parameter or buffer is missing, has another shape, or does not exist in the module.
@@ -163,7 +163,7 @@ class ConvertedModule(Opaque):
         return traced, arrays, key
 
     def load(self, parameters: Mapping[str, Any], buffers: Mapping[str, Any] | None = None) -> None:
-        """Writes arrays into the torch module's parameters and buffers. Names that are left out keep their values.
+        """Writes arrays into the torch module's parameters and buffers. Other parameters and buffers do not change.
 
         Args:
           parameters: Arrays by name.
@@ -271,8 +271,8 @@ class ConvertedModule(Opaque):
                     read = [x for x in read if not torch.equal(x, state.lower(new))]
             if read:
                 raise TranslationError(
-                    f"{code} reads {name} in forward, and then replaces it. torch keeps the new tensor for the next "
-                    "call; on JAX every call would start with the same tensor. Register it in __init__ by "
+                    f"{code} reads {name} in forward, and then replaces it. torch uses the new tensor in the next "
+                    "call; on JAX every call would start with the old one. Register it in __init__ by "
                     "`self.register_buffer(name, tensor)`, so that net.apply returns it among the buffers"
                 )
             if name.startswith("the attribute") and name not in self._warned:

@@ -122,12 +122,12 @@ def _record(state: TraceState, preview: _Preview) -> Any:
                 f"{adapter.definition.name}, applied inside {state.name}, marks an input dirty and does not return it"
             )
         outputs[slot] = arguments.leaves[index].copy_(outputs[slot])
-        if not torch.is_grad_enabled():  # With gradients off, the mutated tensor keeps its old derivative.
+        if not torch.is_grad_enabled():  # With gradients off, the mutated tensor has its old derivative.
             outputs[slot] = outputs[slot].detach()
     returned = unflatten_tensors(traced.output, outputs)
     if traced.implicit_outputs:
         returned, new_values = returned[: -len(traced.implicit_outputs)], returned[-len(traced.implicit_outputs) :]
-        with torch.no_grad():  # As in `forward`, the mutated tensor keeps its old derivative.
+        with torch.no_grad():  # As in `forward`, the mutated tensor has its old derivative.
             for index, value in zip(traced.implicit_outputs, new_values, strict=True):
                 arguments.leaves[index].copy_(value)
         returned = returned[0] if traced.has_single_output else returned
@@ -163,7 +163,7 @@ def _check_saved_tensors(
     try:
         backward = None if traced.is_in_own_backward else traced.full_backward()
         aliases = traced.aliases_read_by_backward()
-    except Exception:  # The same error is raised if `backward` is called.
+    except Exception:  # Calling `backward` raises this error too.
         return
     name, outer = traced.definition.name, state.name
 

@@ -125,7 +125,7 @@ _once_differentiable.defvjp(_once_differentiable_fwd, _once_differentiable_bwd)
 
 
 class TorchCallable:
-    """A function of tensors that is called with arrays in their place.
+    """A function of tensors that is called with arrays.
 
     Attributes:
       arguments_require_grad: Whether autograd tracks the arguments, since the code reads their `requires_grad`.

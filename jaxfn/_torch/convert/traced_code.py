@@ -1,4 +1,4 @@
-"""Traces of the methods of a torch Function for arguments shapes, and their execution on JAX arrays."""
+"""Traces of the methods of a torch Function for argument shapes, and their execution on JAX arrays."""
 
 from __future__ import annotations
 
@@ -273,7 +273,7 @@ class TracedForward(TracedCode):
             flat = flatten_tensors((output, ctx.to_save, for_forward, ctx.attributes), deduplicate=True)
             with without_functions():
                 self.reruns_forward = not all(flat.leaves[slot].is_leaf for slot in slots(flat.template[1:]))
-            # An input is identified by its tensor, which stays the same object when it is mutated.
+            # An input is identified by its tensor object, which mutation does not replace.
             indices = {id(x): i for i, x in enumerate(inputs)}
             self._input_of = {slot: indices[id(x)] for slot, x in enumerate(flat.leaves) if id(x) in indices}
             values = [state.lower(tensor) for tensor in flat.leaves]
@@ -343,7 +343,7 @@ class TracedForward(TracedCode):
 
     def run(self, inputs: Sequence[Any], key: Any) -> dict[int, Any]:
         """Runs the translation, and returns the value of each slot that is not a constant."""
-        # A translated `clone` returns the array itself. A result is copied if it is the same array as an input, since
+        # A translated `clone` returns the array itself. A result is copied if it is an input array, since
         # saving it would save the input, or as an output, since marking or differentiating it would affect that one.
         results = self.run_graph(inputs, key)
         identity = ArrayIdentity(inputs)
@@ -384,7 +384,7 @@ class TracedForward(TracedCode):
 
     @property
     def is_in_own_backward(self) -> bool:
-        """Whether `full_backward` is tracing the `backward` of the same Function, which applies the Function again.
+        """Whether `full_backward` is tracing the `backward` of this Function, which applies the Function again.
 
         The `backward` of this call is not traced in advance then, since that would recurse without end.
         """
@@ -458,7 +458,7 @@ class TracedForward(TracedCode):
         return {position for i, position in enumerate(saved) if position is not None and i in mutated}
 
     def make_ctx(self, method: str, state: TraceState, needs_input_grad: tuple[bool, ...]) -> TorchContext:
-        """Makes the ctx of `backward` or `jvp` in a new trace, whose first inputs are the saved arrays."""
+        """Creates the ctx of `backward` or `jvp` in a new trace, whose first inputs are the saved arrays."""
         if self.reruns_forward:
             ctx = TorchContext(needs_input_grad, on_read=state.note_flags_read)
             self._run_code(ctx, self._new_inputs(state, needs_input_grad))
@@ -557,7 +557,7 @@ def get_or_trace(
     trace: Callable[[Sequence[TensorSpec]], _T],
     needs_input_grad: tuple[bool, ...] = (),
 ) -> _T:
-    """Returns a cached trace for these arguments, or makes a new one; caches it, if the arguments have a key.
+    """Returns a cached trace for these arguments, or creates one; caches it, if the arguments have a key.
 
     JAX's integers have 32 bits by default. If torch requires int64, int32 inputs are traced as int64.
     """

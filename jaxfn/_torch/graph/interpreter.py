@@ -111,8 +111,7 @@ class TranslatedGraph:
           returns_extremes: Whether to also return the smallest and the largest of each of `indices`, by its position.
 
         Returns:
-          The graph's result, with the same structure. Arrays have the dtypes that torch recorded, under the x64
-          setting.
+          The graph's result, with the structure and dtypes that torch recorded (dtypes under the x64 setting).
 
         Raises:
           TranslationError: An operation has no translation, or random numbers are drawn without a key.

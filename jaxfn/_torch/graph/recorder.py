@@ -76,7 +76,7 @@ class ExternalTensors(NamedTuple):
     Attributes:
       names: The names of parameters and buffers, by storage.
       strides_source: The tensor from which inputs may inherit non-contiguous strides; `None` if there is none.
-      gradient_strides_source: The same for gradients.
+      gradient_strides_source: The tensor from which gradients may inherit them; `None` if there is none.
       backward_guard: A context in which `backward` is traced. It takes the method's name, for messages.
     """
 
@@ -149,7 +149,7 @@ class Recorder(TorchDispatchMode):
         self._fake = FakeTensorMode(allow_non_fake_inputs=True)
         self._nodes: dict[int, torch.fx.Node] = {}  # by the identity of their tensors
         self._value_sources: dict[torch.fx.Node, torch.fx.Node] = {}  # nodes with equal values
-        self._references: list[torch.Tensor] = []  # keep tensors alive, so identities stay unique
+        self._references: list[torch.Tensor] = []  # so that tensors are not freed, and identities stay unique
         self._local: set[int] = set()  # constants that were created in this trace
         self._depend_on_external: set[int] = set()  # constants that depend on an external tensor
         self._external_views: set[int] = set()  # constants that are views of an external tensor
@@ -226,7 +226,7 @@ class Recorder(TorchDispatchMode):
         return self._inputs.index(node) if node in self._inputs else None
 
     def is_same_computation(self, a: torch.fx.Node, b: torch.fx.Node) -> bool:
-        """Whether two nodes are the same computation."""
+        """Whether two nodes apply equal operations to equal operands, at every step from the inputs."""
         numbers: dict[Any, int] = {}  # One number for each distinct computation.
         numbered: dict[torch.fx.Node, int] = {}
         for node in self.graph.nodes:
@@ -319,8 +319,8 @@ class Recorder(TorchDispatchMode):
             return node
         if isinstance(tensor, FakeTensor):
             raise EscapedTensorError(
-                f"{self.name} uses a tensor of another call of forward, which an object or a closure keeps. Save it by "
-                "ctx.save_for_backward(tensor), or as an attribute ctx.name = tensor."
+                f"{self.name} uses a tensor of another call of forward, which an object or a closure references. Save "
+                "it by ctx.save_for_backward(tensor), or as an attribute ctx.name = tensor."
             )
         if tensor.layout is not torch.strided:
             raise TranslationError(f"{self.name} uses a tensor of layout {tensor.layout}: {_NO_SPARSE}{source_line()}")
@@ -408,7 +408,7 @@ class Recorder(TorchDispatchMode):
         if func in _IDENTITIES and is_traced:
             if self._stops and func is aten.detach.default:
                 return self.record_call(_STOP_GRADIENT, args, {}, self._infer_outputs(func, args, kwargs))
-            # Autograd itself detaches too. Such tensors keep their derivative.
+            # Autograd itself detaches too. The derivative of such tensors is not stopped.
             return self.set_node(self._infer_outputs(func, args, kwargs), args[0])
         draws = draws_random_numbers(func)
         if draws:
@@ -621,7 +621,7 @@ class Recorder(TorchDispatchMode):
             )
 
     def infer_jax_outputs(self, function: Callable[..., Any], args: Any, kwargs: Mapping[str, Any]) -> Any:
-        """Returns the outputs of a JAX function for these tensors, without values; Python values are kept."""
+        """Returns the outputs of a JAX function for these tensors, without values; Python values are unchanged."""
         arguments = flatten_tensors((tuple(args), dict(kwargs)))
         templates: list[Any] = []
 

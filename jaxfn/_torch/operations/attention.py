@@ -1,4 +1,4 @@
-"""Attention, which torch keeps as one operation.
+"""Attention, which torch traces as one operation.
 
 Note: it is not translated to `jax.nn.dot_product_attention`, and neither is torch's decomposition of
 `scaled_dot_product_attention` (products, and a safe softmax). Up to JAX 0.12 that function does not select a fused

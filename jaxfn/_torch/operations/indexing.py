@@ -16,6 +16,7 @@ import numpy as np
 from jax import Array
 
 from jaxfn._torch.operations.dims import along, vector
+from jaxfn._torch.operations.platforms import along_axis
 from jaxfn._torch.operations.promotion import half_to_single, result_type
 from jaxfn._torch.operations.shapes import to_dtype
 from jaxfn._torch.operations.table import data_movement, mark_unsupported, operation
@@ -25,7 +26,7 @@ Indices = Sequence[Array | None]
 
 mark_unsupported(
     "the size of its result depends on the values of its inputs, and JAX compiles for known sizes; `torch.where` "
-    "keeps the size",
+    "does not change the size",
     "aten.nonzero",
     "aten.where.default",
     "aten.masked_select",
@@ -63,7 +64,7 @@ def index(x: Array, indices: Indices) -> Array:
     if any(_is_mask(i) for i in indices):
         raise TranslationError(
             "indexing with a boolean mask gives a result whose size depends on the mask's values, and JAX compiles for "
-            "known sizes; keep the size with `torch.where(mask, x, 0)`"
+            "known sizes; use `torch.where(mask, x, 0)`"
         )
     return read(x, _positions(indices), wraps=True)
 
@@ -133,7 +134,10 @@ def put(x: Array, indices: Array, source: Array, accumulate: bool = False) -> Ar
 
 @data_movement("aten.index_select")
 def index_select(x: Array, dim: int, indices: Array) -> Array:
-    rows = read(vector(x), along(vector(x), dim, vector(indices)))
+    def read_along(x: Array, axis: int, indices: Array) -> Array:
+        return read(x, along(x, axis, indices))
+
+    rows = along_axis(read_along, vector(x), dim % max(x.ndim, 1), vector(indices))
     return rows.reshape(()) if x.ndim == 0 else rows
 
 

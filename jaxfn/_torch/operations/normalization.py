@@ -17,7 +17,7 @@ Optional = Array | None
 
 
 class _Centered(NamedTuple):
-    """An array minus its mean, with its mean and variance; the reduced axes are kept.
+    """An array minus its mean, with its mean and variance; the reduced axes have length 1.
 
     The centered array is used for the variance and for the output. Computed twice, it would be summed twice in reverse
     mode.

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from functools import partial
+from collections.abc import Collection, Sequence
+from functools import partial, reduce
 from typing import Any, NamedTuple
 
 import jax
@@ -13,6 +13,7 @@ import numpy as np
 from jax import Array, lax
 
 from jaxfn._torch.operations.derivative import apply_vjp
+from jaxfn._torch.operations.platforms import by_platform
 from jaxfn._torch.operations.promotion import is_inexact
 from jaxfn._torch.operations.table import operation, register_all
 
@@ -181,10 +182,44 @@ def avg_pool(
         starts = np.arange(windows) * s - p
         low, high = (-p, length + p) if count_include_pad else (0, length)
         divisor = divisor[..., None] * (np.minimum(starts + k, high) - np.maximum(starts, low))
-    window, strides = (*[1] * first, *kernel), (*[1] * first, *steps)
-    total = lax.reduce_window(x, np.zeros((), x.dtype), lax.add, window, strides, config)
+    total = _window_sums(x, [1] * first + kernel, [1] * first + steps, config)
     divisor = jnp.asarray(divisor if divisor_override is None else divisor_override, x.dtype)
     return total / divisor if is_inexact(x) else lax.div(total, jnp.broadcast_to(divisor, total.shape))
+
+
+def _window_sums(x: Array, kernel: list[int], steps: list[int], pads: Sequence[tuple[int, int]]) -> Array:
+    """Returns the sum of every window. XLA has no fast derivative of sums over windows of several axes on a CPU."""
+    zero = np.zeros((), x.dtype)
+    if kernel == steps:
+        x = lax.pad(x, zero, [(low, high, 0) for low, high in pads])
+        return _block_sums(x.reshape([part for n, k in zip(x.shape, kernel, strict=True) for part in (n // k, k)]))
+
+    def sum_along(x: Array, axes: Collection[int]) -> Array:
+        window, strides = ([v if axis in axes else 1 for axis, v in enumerate(values)] for values in (kernel, steps))
+        padding = [pad if axis in axes else (0, 0) for axis, pad in enumerate(pads)]
+        return lax.reduce_window(x, zero, lax.add, window, strides, padding)
+
+    def on_cpu(x: Array) -> Array:
+        for axis in range(x.ndim):
+            x = sum_along(x, [axis]) if (kernel[axis], steps[axis], pads[axis]) != (1, 1, (0, 0)) else x
+        return x
+
+    return by_platform(on_cpu, partial(sum_along, axes=range(x.ndim)), x)
+
+
+@jax.custom_jvp
+def _block_sums(x: Array) -> Array:
+    """Sums over every second axis. A sum of few slices is faster than a reduction, but its derivative is not."""
+    for axis in range(1, x.ndim // 2 + 1):
+        length = x.shape[axis]
+        slices = [lax.index_in_dim(x, i, axis, False) for i in range(length if length <= _MOST_STEPS else 0)]
+        x = reduce(lax.add, slices) if slices else x.sum(axis, dtype=x.dtype)
+    return x
+
+
+@_block_sums.defjvp
+def _block_sums_jvp(primals: tuple[Array], tangents: tuple[Array]) -> tuple[Array, Array]:
+    return _block_sums(*primals), tangents[0].sum(range(1, tangents[0].ndim, 2))
 
 
 def avg_pool_backward(spatial: int, gradient: Array, x: Array, *options: Any) -> Array:

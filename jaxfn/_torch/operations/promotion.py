@@ -44,14 +44,14 @@ def _category(dtype: Any) -> int:
 
 
 def _raised_to_category(result: Any, other: Any, *, weak: bool) -> Any:
-    """Raises `result` to `other`'s category; a float keeps its precision when it becomes complex."""
+    """Raises `result` to `other`'s category; a float that becomes complex does not change its precision."""
     if _category(result) == 2 and _category(other) == 3:
         return jnp.promote_types(result, np.complex64) if weak else jnp.promote_types(result, other)
     return other
 
 
 def promote(function: Callable[..., Any], *, cast: Callable[[Any, Any], jax.Array] | None = None) -> Any:
-    """Returns `function`, preceded by a cast of its operands to their common dtype; `None` is kept.
+    """Returns `function`, preceded by a cast of its operands to their common dtype; `None` is passed on.
 
     Half-precision operands, including Python numbers, are rounded to half and then cast to single precision.
 

@@ -81,8 +81,8 @@ def bernoulli(key: Array, x: Array, p: Any = None) -> Array:
 def native_dropout(key: Array, x: Array, p: float, train: bool | None) -> tuple[Array, Array]:
     if train is False:
         return x, jnp.ones(x.shape, bool)
-    is_kept = jax.random.bernoulli(key, 1 - p, x.shape)
-    return jnp.where(is_kept, x / (1 - p) if p < 1 else 0, 0), is_kept
+    mask = jax.random.bernoulli(key, 1 - p, x.shape)
+    return jnp.where(mask, x / (1 - p) if p < 1 else 0, 0), mask
 
 
 @operation("aten.uniform", draws=True)

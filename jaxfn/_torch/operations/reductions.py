@@ -9,7 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import Array
+from jax import Array, lax
 
 from jaxfn._torch.operations.dims import axes
 from jaxfn._torch.operations.elementwise import absolute
@@ -20,7 +20,7 @@ Dim = int | Sequence[int] | None
 
 
 def cast_for_accumulation(x: Array, dtype: Any) -> Array:
-    """Casts `x` to the dtype in which sums and products are computed: int64 for integers, unless `dtype` is given."""
+    """Casts `x` to the dtype in which sums and products are computed: int64 for integers, unless `dtype` is passed."""
     if dtype is None:
         dtype = x.dtype if is_inexact(x) else jax.dtypes.canonicalize_dtype(np.int64)
     return x.astype(dtype)
@@ -41,12 +41,25 @@ def reduce_with_accumulation(
 
 
 def extreme_index(function: Callable[..., Array], x: Array, dim: int | None = None, keepdim: bool = False) -> Array:
-    """Returns the index of the extreme element."""
-    return function(x, None if x.ndim == 0 else dim, keepdims=keepdim)
+    """Returns the index of the extreme element, the first of equals; `function` is `jnp.argmax` or `jnp.argmin`."""
+    shape = [1] * x.ndim if keepdim else ()
+    flat, axis = (x.reshape(-1), 0) if dim is None or x.ndim == 0 else (x, dim % x.ndim)
+
+    def on_cpu(x: Array) -> Array:
+        # Two reductions, which use vector instructions. One that computes values and indices does not.
+        best = (jnp.max if function is jnp.argmax else jnp.min)(x, axis, keepdims=True)
+        indices = lax.broadcasted_iota(jax.dtypes.canonicalize_dtype(np.int64), x.shape, axis)
+        return jnp.min(jnp.where((x == best) | (x != x), indices, x.shape[axis] - 1), axis, keepdims=keepdim)
+
+    def elsewhere(x: Array) -> Array:
+        return function(x, axis, keepdims=keepdim)
+
+    found = lax.platform_dependent(lax.stop_gradient(flat), cpu=on_cpu, default=elsewhere)
+    return found.reshape(shape) if flat is not x else found
 
 
 def extreme(function: Callable[..., Array], x: Array, dim: int, keepdim: bool) -> tuple[Array, Array]:
-    """Returns the extreme element and its index. The derivative goes to that element, the first of equals."""
+    """Returns the extreme element and its index. The derivative goes to that element."""
     return take_extreme(x, extreme_index(function, x, dim, keepdim=True), dim, keepdim)
 
 

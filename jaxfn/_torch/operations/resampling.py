@@ -10,8 +10,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import Array
+from jax import Array, lax
 
+from jaxfn._primitives import LinearMap, bind_linear_map
 from jaxfn._torch.operations.derivative import apply_vjp
 from jaxfn._torch.operations.table import data_movement, operation, register_all
 
@@ -84,15 +85,70 @@ def _linear_antialiased(
     return np.minimum(indices, length - 1), weights / weights.sum(1, keepdims=True)
 
 
+# Sums of up to this many terms are written term by term, without an array of all terms.
+_MOST_TERMS = 16
+
+
 def _resample(x: Array, axis: int, table: tuple[Table, Table]) -> Array:
+    """Returns weighted sums of elements along an axis. An index after the end reads 0."""
     indices, weights = table
     shape = (-1, *[1] * (x.ndim - axis - 1))
+    if indices.shape[1] > _MOST_TERMS:
+        seen = jnp.take(x, indices, axis, mode="fill", fill_value=0)
+        return jnp.sum(seen * jnp.asarray(weights, x.dtype).reshape(*weights.shape, *shape[1:]), axis + 1)
     # Without weights of 0, which would spread NaN and inf.
-    if indices.shape[1] == 1:
-        return jnp.take(x, indices[:, 0], axis)
+    if indices.shape[1] == 1 and (weights == 1).all():
+        return jnp.take(x, indices[:, 0], axis, mode="fill", fill_value=0)
     columns = zip(indices.T, weights.T, strict=True)
-    parts = [jnp.take(x, index, axis) * jnp.asarray(weight, x.dtype).reshape(shape) for index, weight in columns]
+    parts = [
+        jnp.take(x, index, axis, mode="fill", fill_value=0) * jnp.asarray(weight, x.dtype).reshape(shape)
+        for index, weight in columns
+    ]
     return sum(parts[1:], parts[0])
+
+
+class _Resampling(LinearMap):
+    """The interpolation along one axis. Its transpose reads too, since to write to indices is slow."""
+
+    def __init__(self, x: Array, axis: int, table: tuple[Table, Table]) -> None:
+        self._axis = axis
+        self._table = table
+        self._transposed = _transpose(table, x.shape[axis])
+        aval = jax.typeof(x)
+        self._aval = aval.update(shape=(*x.shape[:axis], len(table[0]), *x.shape[axis + 1 :]))
+
+    @property
+    def avals(self) -> Sequence[Any]:
+        return [self._aval]
+
+    def apply(self, residuals: Sequence[Any], tangents: Sequence[Array]) -> list[Array]:
+        return [_resample(tangents[0], self._axis, self._table)]
+
+    def transpose(self, residuals: Sequence[Any], cotangents: Sequence[Any]) -> list[Array | None]:
+        return [_resample(cotangents[0], self._axis, self._transposed)]
+
+
+@partial(jax.custom_jvp, nondiff_argnums=(0,))
+def _apply(resampling: _Resampling, x: Array) -> Array:
+    return resampling.apply((), [x])[0]
+
+
+@_apply.defjvp
+def _apply_jvp(resampling: _Resampling, primals: tuple[Array], tangents: tuple[Array]) -> tuple[Array, Array]:
+    return _apply(resampling, *primals), bind_linear_map(resampling, (), tangents)[0]
+
+
+def _transpose(table: tuple[Table, Table], length: int) -> tuple[Table, Table]:
+    """Returns the table of the transpose, filled up with an index after the end."""
+    sources, weights = (part.ravel() for part in table)
+    order = np.argsort(sources, kind="stable")
+    counts = np.bincount(sources, minlength=length)
+    column = np.arange(len(sources)) - np.repeat(np.cumsum(counts) - counts, counts)
+    shape = length, max(counts.max(initial=0), 1)
+    indices, transposed_weights = np.full(shape, len(table[0])), np.ones(shape)
+    indices[sources[order], column] = order // table[0].shape[1]
+    transposed_weights[sources[order], column] = weights[order]
+    return indices, transposed_weights
 
 
 def _upsample(
@@ -100,7 +156,8 @@ def _upsample(
 ) -> Array:
     precision = np.float64 if x.dtype == np.float64 else np.float32
     for axis, (new, scale) in enumerate(zip(size, scales, strict=True), 2):
-        x = _resample(x, axis, method(x.shape[axis], new, align_corners, scale, precision))
+        resampling = _Resampling(x, axis, method(x.shape[axis], new, align_corners, scale, precision))
+        x = _apply(resampling, x)
     return x
 
 
@@ -146,7 +203,12 @@ def _pad(indices: Callable[[Table, int], Table], x: Array, padding: Sequence[int
     for number in range(len(padding) // 2):
         axis = x.ndim - 1 - number
         before, after = padding[2 * number : 2 * number + 2]
-        x = jnp.take(x, indices(np.arange(-before, x.shape[axis] + after), x.shape[axis]), axis)
+        length = x.shape[axis]
+        at = np.arange(-before, length + after)
+        edges = (jnp.take(x, indices(part, length), axis) for part in (at[at < 0], at[at >= length]))
+        first = min(max(-before, 0), length)
+        middle = lax.slice_in_dim(x, first, max(min(length, length + after), first), axis=axis)
+        x = jnp.concatenate([next(edges), middle, next(edges)], axis)
     return x
 
 
@@ -174,7 +236,7 @@ for _name, _map_indices in (("reflection", _reflect), ("replication", _replicate
 def constant_pad_nd(x: Array, padding: Sequence[int], value: Any = 0) -> Array:
     pads = [(padding[i], padding[i + 1], 0) for i in range(0, len(padding), 2)]
     config = [*[(0, 0, 0)] * (x.ndim - len(pads)), *reversed(pads)]
-    return jax.lax.pad(x, jnp.asarray(value, x.dtype), config)
+    return lax.pad(x, jnp.asarray(value, x.dtype), config)
 
 
 @operation("aten.grid_sampler_2d", "aten.grid_sampler_3d")
@@ -194,9 +256,9 @@ def grid_sample(x: Array, grid: Array, interpolation: int, padding: int, align_c
         points = [clip(p, n) for p, n in zip(points, lengths, strict=True)]
     choices: list[list[tuple[Array, Any]]] = []
     for p, n in zip(points, lengths, strict=True):
-        below = jnp.floor(jax.lax.stop_gradient(p))
+        below = jnp.floor(lax.stop_gradient(p))
         if interpolation == 1:
-            choices.append([(jnp.round(jax.lax.stop_gradient(p)), 1)])
+            choices.append([(jnp.round(lax.stop_gradient(p)), 1)])
         elif interpolation == 0:
             choices.append([(below, below + 1 - p), (below + 1, p - below)])
         else:

@@ -6,19 +6,66 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array, lax
 
 from jaxfn._torch.operations.dims import vector
+from jaxfn._torch.operations.platforms import by_platform
 from jaxfn._torch.operations.promotion import is_inexact
 from jaxfn._torch.operations.reductions import cast_for_accumulation, take_extreme
 from jaxfn._torch.operations.table import operation, register_all
 
 
+def stable_order(x: Array, dim: int, descending: bool = False, count: int | None = None) -> Array:
+    """Returns the indices that sort stably along an axis, the first `count` of them. NaN counts as the largest number.
+
+    A CPU sorts integers without a function that compares, which is faster: here the order of the values is in the upper
+    half of each integer, and the index in the lower half.
+    """
+    axis = dim % x.ndim
+    count = x.shape[axis] if count is None else count
+    dtype = jax.dtypes.canonicalize_dtype(np.int64)
+
+    def elsewhere(x: Array) -> Array:
+        order = jnp.argsort(x, axis, stable=True, descending=descending)
+        return lax.slice_in_dim(order, 0, count, axis=axis)
+
+    def on_cpu(x: Array) -> Array:
+        keys = _sort_keys(x, descending)
+        if count < x.shape[axis] // 8:
+            largest_first = lax.bitcast_convert_type(_swap_negative(~keys), np.float32)
+            # The barrier prevents XLA from sorting all elements where later code reads some of the result.
+            found = lax.optimization_barrier(lax.top_k(jnp.moveaxis(largest_first, axis, -1), count))[1]
+            return jnp.moveaxis(found, -1, axis).astype(dtype)
+        with jax.enable_x64(True):
+            pairs = keys.astype(np.int64) << 32 | lax.broadcasted_iota(np.int64, x.shape, axis)
+            order = lax.sort(pairs, dimension=axis, is_stable=False) & 0xFFFFFFFF
+            return lax.slice_in_dim(order, 0, count, axis=axis).astype(dtype)
+
+    if x.dtype != np.float32 and not np.can_cast(x.dtype, np.int32):
+        return elsewhere(x)
+    return lax.platform_dependent(lax.stop_gradient(x), cpu=on_cpu, default=elsewhere)
+
+
+def _sort_keys(x: Array, descending: bool) -> Array:
+    """Returns 32-bit integers in the order of `x`, which has no more bits."""
+    if x.dtype == np.float32:
+        canonical = jnp.where(x == 0, 0, jnp.where(jnp.isnan(x), np.nan, x))
+        x = _swap_negative(lax.bitcast_convert_type(canonical, np.int32))
+    return ~x.astype(np.int32) if descending else x.astype(np.int32)
+
+
+def _swap_negative(bits: Array) -> Array:
+    """Converts the bits of floating-point numbers to integers in their order, and back."""
+    return jnp.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
+
+
 @operation("aten.sort")
 def sort(x: Array, dim: int = -1, descending: bool = False, stable: bool | None = None) -> tuple[Array, Array]:
     """Sorts stably. NaN counts as the largest number."""
-    order = jnp.argsort(vector(x), dim, stable=True, descending=descending)
+    order = stable_order(vector(x), dim, descending)
     return jnp.take_along_axis(vector(x), order, dim).reshape(x.shape), order.reshape(x.shape)
 
 
@@ -26,15 +73,15 @@ def sort(x: Array, dim: int = -1, descending: bool = False, stable: bool | None 
 def topk(x: Array, k: int, dim: int = -1, largest: bool = True, in_order: bool = True) -> tuple[Array, Array]:
     if x.ndim == 0:
         return x, jnp.zeros((), int)
-    values, order = sort(x, dim, largest)
-    return lax.slice_in_dim(values, 0, k, axis=dim), lax.slice_in_dim(order, 0, k, axis=dim)
+    order = stable_order(x, dim, largest, k)
+    return jnp.take_along_axis(x, order, dim), order
 
 
 @operation("aten.kthvalue")
 def kthvalue(x: Array, k: int, dim: int = -1, keepdim: bool = False) -> tuple[Array, Array]:
     if x.ndim == 0:
         return x, jnp.zeros((), int)
-    order = jnp.argsort(x, dim, stable=True)
+    order = stable_order(x, dim, count=k)
     return take_extreme(x, lax.slice_in_dim(order, k - 1, k, axis=dim), dim, keepdim)
 
 
@@ -56,7 +103,7 @@ def median(skip_nan: bool, x: Array, dim: int = -1, keepdim: bool = False) -> tu
     """Returns the lower median and its index; NaN if there is one and it is not skipped."""
     if x.ndim == 0:
         return x, jnp.zeros((), int)
-    order = jnp.argsort(x, dim, stable=True)
+    order = stable_order(x, dim)
     missing = jnp.isnan(x).sum(dim, keepdims=True) if is_inexact(x) else jnp.zeros((), int)
     length = x.shape[dim]
     position = jnp.maximum(length - missing - 1, 0) // 2 if skip_nan else (length - 1) // 2
@@ -85,9 +132,9 @@ def apply_cumulative(function: Callable[..., Array], x: Array, dim: int, *, dtyp
 @operation("aten.logcumsumexp")
 def logcumsumexp(x: Array, dim: int) -> Array:
     flat = vector(x)
-    if jnp.iscomplexobj(x):
-        return lax.associative_scan(jnp.logaddexp, flat, axis=dim).reshape(x.shape)
-    return lax.cumlogsumexp(flat, dim % flat.ndim).reshape(x.shape)
+    scan = partial(lax.associative_scan, jnp.logaddexp, axis=dim)
+    reduction = partial(lax.cumlogsumexp, axis=dim % flat.ndim)
+    return (scan(flat) if jnp.iscomplexobj(x) else by_platform(scan, reduction, flat)).reshape(x.shape)
 
 
 def cumulative_extreme(better: Callable[..., Array], x: Array, dim: int) -> tuple[Array, Array]:

@@ -28,8 +28,8 @@ class Operation(NamedTuple):
       function: The JAX function.
       draws: Whether it draws random numbers. Its first argument is a key then.
       reads_storage: Whether torch's last three arguments are sizes, strides and offset of a view of the first
-        argument's storage. The function takes the numbers of the view's elements in their place, counted in the order
-        of the first argument.
+        argument's storage. The function takes the indices of the view's elements instead, counted in the order of the
+        first argument.
       for_noncontiguous: The function for noncontiguous first arguments, if that makes a difference.
       accepts_half: Whether it takes half-precision operands without a cast. True if it draws.
     """

@@ -64,7 +64,7 @@ def forbid_mutation(recorder: Recorder, tensor: torch.Tensor, reason: str) -> No
 
 
 def set_data(recorder: Recorder, tensor: Any, value: torch.Tensor) -> None:
-    """Implements `tensor.data = value`: gives a tensor new values in separate storage, and keeps its gradient.
+    """Implements `tensor.data = value`: gives a tensor new values in separate storage, with its old gradient.
 
     In torch it shares `value`'s storage, which makes no difference unless one of them is mutated.
     """
@@ -111,7 +111,7 @@ def _check_not_saved(recorder: Recorder, tensor: FunctionalTensor) -> None:
         node = unwrap_node(pending.pop())
         if node is None or node in recorder.visited_nodes:
             continue
-        recorder.visited_nodes.add(node)  # This keeps its saved storage alive, so identities stay unique.
+        recorder.visited_nodes.add(node)  # A reference: freed storage could give its identity to another one.
         pending += [following for following, _ in node.next_functions]
         recorder.saved_storages |= {storage_id(x.elem) for x in saved_values(node) if isinstance(x, FunctionalTensor)}
     recorder.data_mutation = source_line()
@@ -166,7 +166,7 @@ def run_operation(recorder: Recorder, mode: Any, func: Any, args: Any, kwargs: A
     others = [x for x in operands if not any(x is y for y in mutated)]
     gets_gradient = not is_grad_off and any(not is_detached(x) and _is_differentiable(recorder, x) for x in others)
     unreadable = [x for x in mutated if gets_gradient and is_detached(x) and not _unmark_detached(recorder, x)]
-    keeping_gradient = [
+    with_old_gradient = [
         (tensor, tensor.from_functional())
         for x in mutated
         if is_grad_off or is_detached(x)
@@ -174,7 +174,7 @@ def run_operation(recorder: Recorder, mode: Any, func: Any, args: Any, kwargs: A
     ]
     stop_detached(recorder, *operands)
     value = call()
-    for tensor, before in keeping_gradient:
+    for tensor, before in with_old_gradient:
         _set_value(tensor, recorder.with_gradient_of(tensor.from_functional(), before))
     for tensor in unreadable:
         for x in filter(is_detached, tensors_with_storage(tensor.elem)):

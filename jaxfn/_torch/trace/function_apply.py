@@ -1,4 +1,4 @@
-"""Functions that traced code applies. Each call becomes one node, which keeps the Function's rule at every order.
+"""Functions that traced code applies. Each call becomes one node, whose rule is the Function's at every order.
 
 # Note: `apply`, and an `apply` that was looked up before the trace
 
@@ -97,7 +97,7 @@ def _make_recording_forward(
 def _set_up_context(
     ctx: Any, state: TraceState, function: Any, inputs: Sequence[Any], kwargs: Mapping[str, Any], returned: Any
 ) -> None:
-    """Fills the ctx of a recorded node, from which torch makes its outputs, and autograd differentiates the call."""
+    """Fills the ctx of a recorded node, from which torch builds its outputs, and autograd differentiates the call."""
     arguments = flatten_tensors((tuple(inputs), dict(kwargs)))
     outputs = returned if isinstance(returned, tuple) else (returned,)
     # An output that is an input was mutated. If it were not marked dirty, torch would return a view of it, without a

@@ -76,7 +76,7 @@ class TorchFunctionInterceptor(TorchFunctionMode):
 
 
 def _call_operation(state: TraceState, operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Calls an operation. For a custom one, torch applies the Function that it made of the registered backward.
+    """Calls an operation. For a custom one, torch applies the Function that it created from the registered backward.
 
     Without a registered backward, or if a jaxfn Function replaces the operation, the derivative is that of its code or
     of the replacement.
@@ -330,7 +330,7 @@ def _require_grad(mode: TorchFunctionInterceptor, func: Any, args: Any, kwargs: 
         if not flag:  # The caller gets no gradient for the argument.
             return mark_detached(args[0])
     else:
-        # The code detached it to make a leaf for autograd inside. JAX still differentiates it.
+        # The code detached it to get a leaf for autograd inside. JAX still differentiates it.
         mode.state.recorder.undo_stop_gradient(mode.state.lower(args[0]))
     return func(*args, **kwargs)
 

@@ -1,7 +1,7 @@
 """Calls of JAX functions in torch code: each is one node of the graph, which torch's autograd can differentiate.
 
-Such nodes implement nested torch Functions (which keep their own rules at every order), and for Python functions that
-JAX functions replace.
+Such nodes implement nested torch Functions, with their own rules at every order, and Python functions that JAX
+functions replace.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""Leaked tensors: those that user code keeps after a trace, in a global, a cache, or an attribute.
+"""Leaked tensors: those that user code still references after a trace, in a global, a cache, or an attribute.
 
 While torch traces, all tensors are `FunctionalTensor`s, which plain torch cannot use afterwards. A leaked tensor that
 depends on no input becomes the tensor that it wraps. One that depends on the inputs has no value, so whatever uses it
-later would compute nonsense: the trace raises, and the tensor becomes a meta tensor, so that plain torch raises too.
+later would compute wrong values: the trace raises, and the tensor becomes a meta tensor, so plain torch raises too.
 """
 
 from __future__ import annotations
@@ -71,10 +71,10 @@ def storage_extent(tensor: torch.Tensor) -> int:
 
 @contextlib.contextmanager
 def checking_leaks(name: str) -> Generator[None]:
-    """Converts the tensors that traces inside leave behind. When it exits, jaxfn must not reference any of them.
+    """Converts the tensors that are still referenced after traces inside. At exit, jaxfn itself must not reference any.
 
     Raises:
-      TranslationError: User code keeps a tensor that depends on the inputs.
+      TranslationError: User code references a tensor that depends on the inputs.
     """
     before = getattr(_THREAD, "tracked", None)
     tracked: list[weakref.ref[Any]] = []
@@ -89,7 +89,7 @@ def checking_leaks(name: str) -> Generator[None]:
     location = _release(tracked, is_named=True)
     if location is not None:
         raise TranslationError(
-            f"{name} keeps a tensor that depends on its inputs{location}. While JAX traces it has no value, so later "
+            f"{name} stores a tensor that depends on its inputs{location}. While JAX traces it has no value, so later "
             "uses would not see the value of this call. Pass it on by ctx.save_for_backward(tensor) or as an "
             "attribute ctx.name = tensor, or return it as an output. (For gradients, in backward and in hooks: have "
             "jax.grad return them)"
@@ -97,27 +97,27 @@ def checking_leaks(name: str) -> Generator[None]:
 
 
 def _release(tracked: list[weakref.ref[Any]], *, is_named: bool) -> str | None:
-    """Makes plain tensors of those that are still referenced; returns the location of one that depends on the inputs.
+    """Turns referenced tensors into plain ones; returns the location of one that depends on the inputs.
 
     The location is only found if `is_named`, since that takes time proportional to the number of Python objects.
     """
     tensors = _live(tracked)
     if is_named and any(map(_is_traced, tensors)):
         del tensors
-        gc.collect()  # Reference cycles of autograd and of exception frames keep tensors for a while.
+        gc.collect()  # Reference cycles of autograd and of exception frames reference tensors for a while.
         tensors = _live(tracked)
     tracked.clear()  # Tensors with weak references cannot be swapped.
     location: str | None = None
-    kept_by_torch: list[FunctionalTensor] = []
+    referenced_by_torch: list[FunctionalTensor] = []
     while tensors:
         tensor = tensors.pop()
         if is_named and location is None and _is_traced(tensor):
             location = _describe_holder(tensor, tensors)
         if not _make_plain(tensor):
-            kept_by_torch.append(tensor)
-    if kept_by_torch and not is_named:  # Perhaps by a reference cycle.
+            referenced_by_torch.append(tensor)
+    if referenced_by_torch and not is_named:  # Perhaps by a reference cycle.
         gc.collect()
-        for tensor in kept_by_torch:
+        for tensor in referenced_by_torch:
             if type(tensor) is FunctionalTensor:  # torch 2.8 may change the class before it raises.
                 _make_plain(tensor)
     return location
@@ -139,7 +139,7 @@ def _is_traced(tensor: torch.Tensor) -> bool:
 
 
 def _make_plain(tensor: torch.Tensor) -> bool:
-    """Makes a plain tensor of a traced one, the same object. Returns False if torch itself references it.
+    """Turns a traced tensor into a plain one; the object does not change. Returns False if torch itself references it.
 
     User code cannot find such tensors, which are in a cache or in autograd's graph.
     """

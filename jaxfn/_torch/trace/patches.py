@@ -37,7 +37,7 @@ _MISSING = object()
 
 
 class _Patch:
-    """A patch of an attribute of a module or class: `make_patch` makes the patched value of the original one."""
+    """A patch of an attribute of a module or class: `make_patch` returns the patched value for the original one."""
 
     def __init__(self, namespace: Any, name: str, make_patch: Callable[[Any], Any]) -> None:
         self.namespace = namespace
@@ -46,7 +46,7 @@ class _Patch:
         self._original, self._patched = _MISSING, None
 
     def make(self) -> Any:
-        """Returns the patched value; the same one in the next trace, unless the original value has changed."""
+        """Returns the patched value. It is cached for later traces, until the original value changes."""
         original = getattr(self.namespace, self.name)
         if original is not self._original:
             self._original, self._patched = original, self._make_patch(original)
@@ -88,7 +88,7 @@ def patching(name: str, functions: Iterable[Any]) -> Generator[None]:
 
 
 def _dispatching(handler: Callable[..., Any]) -> Callable[[Any], Any]:
-    """Returns a function that makes a patch, which calls `handler` inside a trace and the original elsewhere.
+    """Returns a function that creates a patch, which calls `handler` inside a trace and the original elsewhere.
 
     `handler` takes the trace, the original, and the arguments.
     """

@@ -56,8 +56,8 @@ class _RecurrentLayers(NamedTuple):
                 unit += 1
             steps = jnp.concatenate(outputs_by_direction, axis=-1)
             if self.is_dropping and layer < self.num_layers - 1:
-                is_kept = jax.random.bernoulli(jax.random.fold_in(key, layer), 1 - self.dropout, steps.shape)
-                steps = jnp.where(is_kept, steps / (1 - self.dropout), 0) if self.dropout < 1 else jnp.zeros_like(steps)
+                mask = jax.random.bernoulli(jax.random.fold_in(key, layer), 1 - self.dropout, steps.shape)
+                steps = jnp.where(mask, steps / (1 - self.dropout), 0) if self.dropout < 1 else jnp.zeros_like(steps)
         return [steps, *(jnp.stack(parts) for parts in zip(*last, strict=True))]
 
     def _unit(

@@ -81,7 +81,7 @@ def trace_scope(state: TraceState) -> Generator[None]:
         )
 
 
-# The error that is raised contains the same text.
+# The error that is raised contains this text.
 FAKE_TENSOR_LOG.addFilter(lambda record: ACTIVE.state is None)
 
 

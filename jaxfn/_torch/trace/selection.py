@@ -2,7 +2,7 @@
 
 JAX's shapes are static, but most code that selects elements computes something elementwise and writes it back, as in
 `y[mask] = torch.log(x[mask])`. So a selection contains all elements of `x`, with ones where the mask is false.
-Elementwise functions compute all of them, and an assignment to the same mask writes the selected ones. The ones ensure
+Elementwise functions compute all of them, and an assignment to that mask writes the selected ones. The ones ensure
 that no function is evaluated at a value outside the mask, where its derivative could be a NaN, which would spread:
 zero times NaN is NaN.
 """
@@ -40,6 +40,6 @@ def raise_unsupported(what: str) -> NoReturn:
     """Raises for an operation on a selection that has no translation."""
     raise TranslationError(
         f"{what} of elements selected by a mask, x[mask]: their number depends on values, and JAX's shapes are static. "
-        "Only elementwise functions and assignment to the same mask are supported. Use torch.where for the rest, as "
+        "Only elementwise functions and assignment to that mask are supported. Use torch.where for the rest, as "
         f"in torch.where(mask, x, 0).sum(){ops_hint(running_line())}{source_line()}"
     )

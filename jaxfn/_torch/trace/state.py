@@ -57,7 +57,7 @@ class NestedApply(NamedTuple):
     """The handlers of Functions that traced code applies. They take the trace, the Function, and `apply`'s arguments.
 
     Attributes:
-      apply: Records the call as one node, which keeps the Function's rule, and returns its outputs.
+      apply: Records the call as one node, whose rule is the Function's, and returns its outputs.
       can_repeat: Whether a second call would return equal values.
     """
 

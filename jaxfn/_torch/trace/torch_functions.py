@@ -1,4 +1,4 @@
-"""torch functions that are replaced as a whole, for want of translatable operations or static sizes inside.
+"""torch functions that are replaced as a whole, since operations inside have no translation or no static sizes.
 
 The functions' own results have known sizes. Each is replaced by one JAX function, which autograd inside traced code can
 differentiate, or by other torch functions.

@@ -20,9 +20,9 @@ _T = TypeVar("_T")
 
 
 class IdentityKey:
-    """A key that equals only keys of the same object, and does not keep it alive if possible.
+    """A key that equals only other keys of its object, which it references weakly if possible.
 
-    In contrast to `id`, it is never equal to the key of a later object at the same address.
+    In contrast to `id`, it is never equal to the key of a later object at that address.
     """
 
     __slots__ = ("_hash", "_object")

@@ -1,4 +1,4 @@
-"""A kernel beside the same function in plain JAX: how far apart they are, and what each keeps and needs."""
+"""Comparison of a kernel with plain JAX: differences, saved bytes, and memory."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ def differences(
     split: Sequence[PartitionSpec],
     split_output: PartitionSpec,
 ) -> dict[str, float]:
-    """Of the value and the gradients of all floating arguments, over their largest entry.
+    """Returns the largest relative differences of the value and of the gradients of all floating-point arguments.
 
     Args:
       kernel: the function under test.
-      plain: the same in plain JAX.
-      args: of both.
-      mapped: for `jax.vmap`, the axis by which an argument is mapped; it gets three examples there.
+      plain: the function in plain JAX.
+      args: the arguments of both.
+      mapped: for `jax.vmap`, the axis along which an argument is batched, with three elements.
       split: for `shard_map` over all devices, how each argument is split.
-      split_output: how the output is.
+      split_output: how the output is split.
     """
     batch = [
         x if axis is None else jnp.stack([x, x[::-1], jnp.roll(x, 1, 0)], axis)
@@ -53,38 +53,38 @@ def _difference(kernel: Call, plain: Call, args: Sequence[jax.Array]) -> float:
 
 
 def value_and_gradients(function: Call, args: Sequence[jax.Array]) -> list[jax.Array]:
-    """For one cotangent, whose entries differ."""
+    """Returns the value, and the gradients for a cotangent whose entries differ."""
     value, pullback = jax.vjp(function, *args)
     gradients = pullback(jnp.cos(jnp.arange(value.size, dtype=jnp.float32)).reshape(value.shape).astype(value.dtype))
     return [value, *(g for g in gradients if jnp.issubdtype(g.dtype, jnp.floating))]
 
 
-def bytes_kept(function: Call, args: Sequence[Any]) -> int:
-    """What reverse mode keeps."""
+def residual_bytes(function: Call, args: Sequence[Any]) -> int:
+    """Returns the bytes that reverse mode saves."""
     pullback = jax.eval_shape(lambda *args: jax.vjp(function, *args)[1], *args)
-    return sum(kept.size * kept.dtype.itemsize for kept in jax.tree.leaves(pullback))
+    return sum(residual.size * residual.dtype.itemsize for residual in jax.tree.leaves(pullback))
 
 
 def step(function: Call) -> Callable[..., list[jax.Array]]:
-    """A value and its gradients, as a function of the arguments."""
+    """Returns a function of the arguments that computes the value and its gradients."""
     return lambda *args: value_and_gradients(function, args)
 
 
-def bytes_of_step(function: Call, args: Sequence[Any]) -> int:
-    """What a compiled step needs besides its arguments and results."""
+def temporary_bytes(function: Call, args: Sequence[Any]) -> int:
+    """Returns the bytes that a compiled step needs in addition to its arguments and results."""
     return jax.jit(step(function)).lower(*args).compile().memory_analysis().temp_size_in_bytes
 
 
 def largest_array(function: Call, args: Sequence[Any]) -> int:
-    """How many entries it has, of all arrays in the program of a step, inside of kernels too."""
+    """Returns the number of entries of the largest array in the jaxpr of a step, also inside kernels."""
 
     def largest(jaxpr: Any) -> int:
-        made = [getattr(var.aval, "size", 0) for equation in jaxpr.eqns for var in equation.outvars]
-        return max([0, *made, *map(largest, subjaxprs(jaxpr))])
+        sizes = [getattr(var.aval, "size", 0) for equation in jaxpr.eqns for var in equation.outvars]
+        return max([0, *sizes, *map(largest, subjaxprs(jaxpr))])
 
     return largest(jax.make_jaxpr(step(function))(*args).jaxpr)
 
 
 def show(differences: dict[str, float]) -> None:
-    """Prints a line."""
+    """Prints the differences on a line."""
     print("  from plain JAX: " + ", ".join(f"{way} {difference:.0e}" for way, difference in differences.items()))

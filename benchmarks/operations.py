@@ -1,0 +1,230 @@
+"""Translated torch operations, forward and with their gradient, next to torch and to plain JAX: time of the processor.
+
+Plain JAX is what one would write first. On a CPU several of these operations are translated to something faster.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import partial
+from types import ModuleType
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+import jaxfn
+from benchmarks.measure import Samples, interleaved
+
+TRANSLATED, PLAIN, TORCH = FORMS = ("from_torch", "plain JAX", "torch")
+_FORWARD, _GRADIENT = "forward", "with gradient"
+
+
+@dataclass(frozen=True)
+class Workload:
+    """An operation.
+
+    Attributes:
+      name: what is printed.
+      in_torch: the operation, from `torch.nn.functional` and the arguments.
+      in_jax: the operation in plain JAX.
+      shapes: of the arguments.
+    """
+
+    name: str
+    in_torch: Callable[..., Any]
+    in_jax: Callable[..., jax.Array]
+    shapes: tuple[tuple[int, ...], ...]
+
+    def args(self) -> list[np.ndarray]:
+        """Random arguments."""
+        generator = np.random.default_rng(0)
+        return [generator.standard_normal(shape).astype(np.float32) for shape in self.shapes]
+
+
+def _convolution(stride: int, padding: int, groups: int, x: jax.Array, w: jax.Array) -> jax.Array:
+    axes = x.ndim - 2
+    return lax.conv_general_dilated(x, w, [stride] * axes, [(padding, padding)] * axes, feature_group_count=groups)
+
+
+def _transposed(stride: int, padding: int, x: jax.Array, w: jax.Array) -> jax.Array:
+    axes, pad = x.ndim - 2, w.shape[-1] - 1 - padding
+    kernel = jnp.flip(jnp.swapaxes(w, 0, 1), range(2, x.ndim))
+    return lax.conv_general_dilated(x, kernel, [1] * axes, [(pad, pad)] * axes, [stride] * axes)
+
+
+def _mean_of_windows(size: int, stride: int, padding: int, x: jax.Array) -> jax.Array:
+    axes = x.ndim - 2
+    window, strides = ((1, 1, *[value] * axes) for value in (size, stride))
+    pads = [(0, 0), (0, 0), *[(padding, padding)] * axes]
+    return lax.reduce_window(x, np.float32(0), lax.add, window, strides, pads) / size**axes
+
+
+def _layer_norm(x: jax.Array, weight: jax.Array, bias: jax.Array) -> jax.Array:
+    return jax.nn.standardize(x, epsilon=1e-5) * weight + bias
+
+
+WORKLOADS = (
+    Workload(
+        "avg_pool2d, 11", lambda nn, x: nn.avg_pool2d(x, 11), partial(_mean_of_windows, 11, 11, 0), ((8, 32, 66, 66),)
+    ),
+    Workload(
+        "avg_pool3d, 3, stride 2",
+        lambda nn, x: nn.avg_pool3d(x, 3, 2, 1),
+        partial(_mean_of_windows, 3, 2, 1),
+        ((2, 16, 24, 32, 32),),
+    ),
+    Workload(
+        "conv2d, 3x3",
+        lambda nn, x, w: nn.conv2d(x, w, padding=1),
+        partial(_convolution, 1, 1, 1),
+        ((8, 32, 32, 32), (64, 32, 3, 3)),
+    ),
+    Workload(
+        "conv2d, 4 groups",
+        lambda nn, x, w: nn.conv2d(x, w, padding=1, groups=4),
+        partial(_convolution, 1, 1, 4),
+        ((8, 64, 32, 32), (64, 16, 3, 3)),
+    ),
+    Workload(
+        "conv2d, depthwise",
+        lambda nn, x, w: nn.conv2d(x, w, padding=1, groups=96),
+        partial(_convolution, 1, 1, 96),
+        ((8, 96, 28, 28), (96, 1, 3, 3)),
+    ),
+    Workload(
+        "conv3d, 3x3x3",
+        lambda nn, x, w: nn.conv3d(x, w, padding=1),
+        partial(_convolution, 1, 1, 1),
+        ((2, 16, 16, 24, 24), (32, 16, 3, 3, 3)),
+    ),
+    Workload(
+        "conv_transpose2d, stride 2",
+        lambda nn, x, w: nn.conv_transpose2d(x, w, stride=2, padding=1),
+        partial(_transposed, 2, 1),
+        ((8, 32, 16, 16), (32, 32, 4, 4)),
+    ),
+    Workload(
+        "conv_transpose3d, stride 2",
+        lambda nn, x, w: nn.conv_transpose3d(x, w, stride=2, padding=1),
+        partial(_transposed, 2, 1),
+        ((2, 16, 8, 12, 12), (16, 16, 4, 4, 4)),
+    ),
+    Workload(
+        "layer_norm, 36,864",
+        lambda nn, x, w, b: nn.layer_norm(x, w.shape, w, b),
+        _layer_norm,
+        ((16, 36864), (36864,), (36864,)),
+    ),
+    Workload(
+        "interpolate, linear",
+        lambda nn, x: nn.interpolate(x, 1024, mode="linear"),
+        lambda x: jax.image.resize(x, (*x.shape[:2], 1024), "linear"),
+        ((8, 64, 512),),
+    ),
+    Workload(
+        "index_select",
+        lambda nn, x: x.roll(3, 1).index_select(1, _indices(x)),
+        lambda x: jnp.take(jnp.roll(x, 3, 1), np.arange(512) * 7 % 256, 1),
+        ((1000, 256),),
+    ),
+    Workload("sort", lambda nn, x: x.sort(-1)[0], lambda x: jnp.sort(x, -1), ((1000, 256),)),
+    Workload("topk, 50 of 32,000", lambda nn, x: x.topk(50)[0], lambda x: lax.top_k(x, 50)[0], ((8, 32000),)),
+    Workload("cumsum", lambda nn, x: x.cumsum(-1), lambda x: jnp.cumsum(x, -1), ((1000, 256),)),
+)
+
+
+def _indices(x: Any) -> Any:
+    import torch
+
+    return torch.arange(512) * 7 % x.shape[1]
+
+
+@dataclass(frozen=True)
+class Result:
+    """One measurement of an operation in every form: seconds."""
+
+    operation: str
+    measurement: str
+    samples: Samples
+
+    @property
+    def medians(self) -> dict[str, float]:
+        """Of each form."""
+        return {form: statistics.median(values) for form, values in self.samples.items()}
+
+    def line(self) -> str:
+        """As a line of the table."""
+        medians = self.medians
+        cells = "".join(f"{medians[form] * 1e3:,.2f} ms".rjust(14) for form in FORMS)
+        ratios = (medians[TRANSLATED] / medians[form] for form in (PLAIN, TORCH))
+        return f"  {self.operation + ': ' + self.measurement:<44}{cells}" + "".join(f"{r:8.2f}x" for r in ratios)
+
+    def as_json(self) -> dict[str, Any]:
+        """What is saved."""
+        return {
+            "operation": self.operation,
+            "measurement": self.measurement,
+            "unit": "seconds",
+            "medians": self.medians,
+            "num_samples": {form: len(values) for form, values in self.samples.items()},
+        }
+
+
+def header() -> str:
+    """The line over the results."""
+    forms = "".join(form.rjust(14) for form in FORMS)
+    return f"{'operations, time of the processor':<46}{forms}   over plain JAX and torch"
+
+
+def run(rounds: int) -> Iterator[Result]:
+    """Every result, as it is measured; nothing without torch. On one thread each, or waiting threads would count."""
+    try:
+        import torch
+    except ModuleNotFoundError:
+        print("operations: torch is not installed, and skipped")
+        return
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        for workload in WORKLOADS:
+            for measurement, calls in _calls(workload, torch).items():
+                yield Result(workload.name, measurement, interleaved(calls, rounds, clock=time.process_time))
+    finally:
+        torch.set_num_threads(threads)
+
+
+def _calls(workload: Workload, torch: ModuleType) -> dict[str, Mapping[str, Callable[[], Any]]]:
+    """The calls of every form, by measurement."""
+    in_torch = partial(workload.in_torch, torch.nn.functional)
+    args = workload.args()
+    tensors = [torch.tensor(x, requires_grad=True) for x in args]
+    cotangent = np.random.default_rng(1).standard_normal(in_torch(*tensors).shape).astype(np.float32)
+    forward: dict[str, Callable[[], Any]] = {}
+    gradient: dict[str, Callable[[], Any]] = {}
+    for form, f in ((TRANSLATED, jaxfn.from_torch(in_torch)), (PLAIN, workload.in_jax)):
+        compute = jax.jit(f)
+        pull = jax.jit(lambda cotangent, *args, f=f: jax.vjp(f, *args)[1](cotangent))
+        arrays, ct = [*map(jnp.asarray, args)], jnp.asarray(cotangent)
+        forward[form] = lambda compute=compute, arrays=arrays: jax.block_until_ready(compute(*arrays))
+        gradient[form] = lambda pull=pull, ct=ct, arrays=arrays: jax.block_until_ready(pull(ct, *arrays))
+    detached, ct = [x.detach() for x in tensors], torch.tensor(cotangent)
+    forward[TORCH] = lambda: in_torch(*detached)
+    gradient[TORCH] = lambda: torch.autograd.grad(in_torch(*tensors), tensors, ct)
+    for calls in (forward, gradient):
+        _check_same({form: call() for form, call in calls.items()})
+    return {_FORWARD: forward, _GRADIENT: gradient}
+
+
+def _check_same(results: Mapping[str, Any]) -> None:
+    """Fails where a form computes something else, loosely: its time would mean nothing."""
+    expected = jax.tree.leaves(results[TORCH])
+    for form in (TRANSLATED, PLAIN):
+        for x, wanted in zip(jax.tree.leaves(results[form]), expected, strict=True):
+            scale = max(1.0, float(abs(wanted).max()))
+            np.testing.assert_allclose(x, wanted, rtol=0.02, atol=0.02 * scale, err_msg=form)

@@ -1,0 +1,162 @@
+"""Search for a saved array that makes a wrong rule right if it replaces another one.
+
+# Note: how a rule runs with other saved arrays
+
+With `Observation.VALUES`, the staged rule labels what `forward` takes and returns, and the saved arrays that `backward`
+or `jvp` reads. Evaluated again, the latter labels return other arrays:
+
+    forward    y = sigmoid(x)                 labels: input x, output 0
+    backward   g * y * (1 - y), with x for y  label: saved_tensors[0], which returns output 0
+
+Inputs may be equal, zero or one at the checked point, so everything has to be right at a second, random point too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from itertools import combinations
+from typing import Any, NamedTuple
+
+import numpy as np
+from jax.tree_util import tree_leaves, tree_unflatten
+
+from jaxfn._compat import eval_eqn, is_plain_jit, jit_p
+from jaxfn._gradcheck.compare import Comparison
+from jaxfn._gradcheck.evaluation.batches import BatchedEvaluator
+from jaxfn._gradcheck.evaluation.execution import ExecutionMode
+from jaxfn._gradcheck.evaluation.vectors import Arrays, random_vectors
+from jaxfn._gradcheck.problem.derivatives import ADMode
+from jaxfn._gradcheck.problem.staging import JaxprFunction, stage
+from jaxfn._gradcheck.projections import Projections
+from jaxfn._jaxpr import eval_jaxpr_with, subjaxprs
+from jaxfn._observe import OBSERVATION, Label, Observation, label_p
+from jaxfn._tree import is_inexact
+
+_MAX_EQNS = 20_000  # in all rules with replaced arrays together
+_MAX_EXPLANATIONS = 3
+_INLINED = (["jit"], ["call"], ["checkpoint"])
+
+_Key = tuple[int, int]  # of a labelled array: the number of its `label` eqn, in the order of evaluation, and its index
+_Replacements = dict[_Key, _Key]
+
+
+class _LabelEqn(NamedTuple):
+    """A `label` eqn as it was evaluated."""
+
+    labels: tuple[Label, ...]
+    arrays: Sequence[Any]
+
+
+def explain_by_saved(comparison: Comparison, mode: ADMode, *, by_autodiff: bool, is_fast: bool) -> str | None:
+    """Returns which saved array should replace which other one, if that alone makes all derivatives of a mode right.
+
+    Args:
+      comparison: the comparison that found wrong derivatives.
+      mode: the mode of differentiation.
+      by_autodiff: whether autodiff decides, not finite differences.
+      is_fast: whether to compare projections only.
+    """
+    d, evaluator = comparison.derivatives, comparison.evaluator
+    if not d.is_traced:
+        return None
+    points, vectors = (evaluator.xs, _second_point(evaluator.xs)), random_vectors(mode.seed_leaves, 0)
+    try:
+        with OBSERVATION(Observation.VALUES):
+            rule = d.stage(mode.derivative_of(d.call), points[0], vectors)
+            candidates = list(_candidates(_evaluate(rule, {}, points[1], vectors)[1]))
+    except Exception:  # the user's code, traced again or at another point, must not hide the report
+        return None
+    if len(candidates) * len(rule.eqns) > _MAX_EQNS:
+        return None
+    at_points = [replace(comparison, evaluator=evaluator.at(xs)) for xs in points]
+    methods: list[Comparison | Projections] = [Projections(_uncompiled(c)) for c in at_points]
+    methods += [] if is_fast else at_points
+
+    derivatives: list[JaxprFunction] = []  # evaluators identify a function by its id, so all of these have to live
+
+    def is_right(replacements: _Replacements) -> bool:
+        derivative = stage(lambda *args: _evaluate(rule, replacements, *args)[0], points[0], vectors)
+        derivatives.append(derivative)
+        try:
+            outputs = (f(points[0], vectors)[0] for f in (rule, derivative))
+            if not all(map(comparison.tolerance.agrees, *outputs)):  # the checked function itself reads what was saved
+                return False
+            other = replace(mode, rule=derivative)
+            return not any(
+                m.with_autodiff(other) if by_autodiff else m.with_differences(other, derivative) for m in methods
+            )
+        except Exception:  # a Python callback may raise for other arrays
+            return False
+
+    right = [(text, replacements) for text, replacements in candidates if is_right(replacements)]
+    # A swap explains no more than the half of it that suffices.
+    texts = [text for text, replaced in right if not any(other.items() < replaced.items() for _, other in right)]
+    return " or ".join(texts) if 0 < len(texts) <= _MAX_EXPLANATIONS else None
+
+
+def _second_point(xs: Sequence[Any]) -> Arrays:
+    """Returns other inputs: random factors make equal ones differ, and none is zero."""
+    generator = np.random.default_rng(0)
+    sizes = [generator.uniform(0.01, 0.1, np.shape(x)) for x in xs]
+    return [x * (1 - size) + (x == 0) * size for x, size in zip(map(np.asarray, xs), sizes, strict=True)]
+
+
+def _uncompiled(comparison: Comparison) -> Comparison:
+    """Returns a comparison that compiles nothing, for many functions along few vectors."""
+    e = comparison.evaluator
+    return replace(comparison, evaluator=BatchedEvaluator(ExecutionMode.PYTHON_LOOP, e.xs, e.max_memory, e.progress))
+
+
+def _evaluate(rule: JaxprFunction, replacements: Mapping[_Key, _Key], *args: Any) -> tuple[Any, list[_LabelEqn]]:
+    """Returns the results of a rule in which earlier labelled arrays replace others, and its `label` eqns."""
+    evaluated: list[_LabelEqn] = []
+
+    def evaluate(_: int, eqn: Any, operands: list[Any]) -> Sequence[Any]:
+        if eqn.primitive is label_p:
+            number = len(evaluated)
+            evaluated.append(_LabelEqn(eqn.params["labels"], operands))
+            sources = [replacements.get((number, i), (number, i)) for i in range(len(operands))]
+            return [evaluated[n].arrays[i] for n, i in sources]
+        inner = subjaxprs(eqn)
+        if [sub.kind for sub in inner] not in _INLINED or (eqn.primitive is jit_p and not is_plain_jit(eqn)):
+            return eval_eqn(eqn, operands)
+        return eval_jaxpr_with(evaluate, inner[0].jaxpr, inner[0].consts, [operands[i] for i in inner[0].operands])
+
+    results = eval_jaxpr_with(evaluate, rule.jaxpr, rule.constants, tree_leaves(args))
+    return tree_unflatten(rule.tree, results), evaluated
+
+
+def _candidates(eqns: Sequence[_LabelEqn]) -> Iterator[tuple[str, _Replacements]]:
+    """Yields explanations, as text and as the replacements that have to make the rule right."""
+    label = {(n, i): label for n, eqn in enumerate(eqns) for i, label in enumerate(eqn.labels)}
+
+    def differ(a: _Key, b: _Key) -> bool:
+        """Whether arrays of one shape and dtype have different values."""
+        x, y = (eqns[n].arrays[i] for n, i in (a, b))
+        return (x.shape, x.dtype) == (y.shape, y.dtype) and is_inexact(x.dtype) and not np.array_equal(x, y)
+
+    def name(key: _Key) -> str:
+        return label[key].name if label[key].role == "saved" else f"{label[key].role} {label[key].name}"
+
+    reads = [n for n, eqn in enumerate(eqns) if eqn.labels[0].role == "saved" and eqn.labels[0].method != "forward"]
+    for function, method in {eqns[n].labels[0][:2]: None for n in reads}:
+        calls = [n for n in reads if eqns[n].labels[0][:2] == (function, method)]
+        if len({eqns[n].labels for n in calls}) > 1:
+            continue
+        saved = [(calls[0], i) for i in range(len(eqns[calls[0]].labels))]
+        forward = [key for key, own in label.items() if own[:2] == (function, "forward") and own.role != "saved"]
+        if len({n for n, i in forward if label[n, i].role == "output"}) > 1:  # which call do they belong to?
+            forward = []
+        where = f"{function}.{method} is right with"
+        for a in saved:
+            known = [a]
+            for b in [*saved, *forward]:
+                if all(differ(x, b) for x in known):
+                    known.append(b)
+                    replacements = {(n, a[1]): (n, b[1]) if b in saved else b for n in calls}
+                    yield f"a wrong saved tensor: {where} {name(b)} instead of {name(a)}", replacements
+        for a, b in combinations(saved, 2):
+            if differ(a, b):
+                replacements = {(n, i): (n, j) for n in calls for i, j in ((a[1], b[1]), (b[1], a[1]))}
+                yield f"swapped saved tensors: {where} {name(a)} and {name(b)} swapped", replacements

@@ -1,0 +1,194 @@
+"""Row H2: operations that a CPU computes in another way than a GPU or TPU, next to torch's."""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jaxfn
+from tests.support.marks import row
+
+torch = pytest.importorskip("torch")
+pytestmark = [pytest.mark.usefixtures("double_precision"), row("H2")]
+
+F = torch.nn.functional
+
+# The torch function, and the shapes of its arguments.
+Case = tuple[Callable[..., Any], tuple[tuple[int, ...], ...]]
+
+CONVOLUTIONS: dict[str, Case] = {
+    "wide padding": (lambda x, w: F.conv1d(x, w, padding=4), ((2, 3, 7), (4, 3, 5))),
+    "patches": (lambda x, w: F.conv2d(x, w, stride=(2, 3), padding=(1, 0)), ((2, 3, 7, 8), (4, 3, 2, 3))),
+    "groups": (lambda x, w: F.conv2d(x, w, stride=(2, 1), padding=1, groups=2), ((2, 4, 7, 6), (6, 2, 3, 2))),
+    "depthwise": (lambda x, w: F.conv2d(x, w, dilation=(1, 2), padding=2, groups=3), ((2, 3, 7, 6), (6, 1, 3, 2))),
+    "strided depthwise": (lambda x, w: F.conv2d(x, w, stride=(3, 2), groups=3), ((2, 3, 8, 7), (3, 1, 2, 3))),
+    "three axes": (
+        lambda x, w: F.conv3d(x, w, stride=(1, 2, 3), padding=(1, 0, 2)),
+        ((2, 3, 4, 6, 5), (4, 3, 3, 2, 4)),
+    ),
+    "grouped, three axes": (
+        lambda x, w: F.conv3d(x, w, dilation=(2, 1, 1), padding=1, groups=2),
+        ((1, 4, 5, 4, 3), (2, 2, 2, 3, 1)),
+    ),
+    "transposed": (
+        lambda x, w: F.conv_transpose2d(x, w, stride=(3, 2), padding=(1, 2), output_padding=(2, 1), dilation=(1, 2)),
+        ((2, 3, 4, 5), (3, 4, 2, 3)),
+    ),
+    "transposed, unread inputs": (
+        lambda x, w: F.conv_transpose1d(x, w, stride=2, padding=5, output_padding=1),
+        ((2, 3, 9), (3, 2, 3)),
+    ),
+    "transposed, gaps": (lambda x, w: F.conv_transpose1d(x, w, stride=4), ((2, 3, 5), (3, 2, 3))),
+    "transposed, groups": (
+        lambda x, w: F.conv_transpose2d(x, w, stride=2, padding=(0, 1), groups=2),
+        ((2, 4, 3, 5), (4, 3, 3, 4)),
+    ),
+    "transposed, three axes": (
+        lambda x, w: F.conv_transpose3d(x, w, stride=(2, 1, 3), padding=(1, 0, 1)),
+        ((1, 2, 3, 4, 3), (2, 3, 3, 2, 4)),
+    ),
+}
+POOLINGS: dict[str, Case] = {
+    **{
+        f"avg_pool2d, stride {stride}, ceil_mode {ceil}, count_include_pad {count}": (
+            lambda x, stride=stride, ceil=ceil, count=count: F.avg_pool2d(
+                x, (3, 2), stride, (1, 0), ceil_mode=ceil, count_include_pad=count
+            ),
+            ((2, 3, 8, 7),),
+        )
+        for stride, ceil, count in itertools.product([(3, 2), (2, 2), (1, 3)], [False, True], [False, True])
+    },
+    "blocks of 17": (lambda x: F.avg_pool1d(x, 17), ((2, 3, 40),)),
+    "divisor_override": (lambda x: F.avg_pool3d(x, 2, (1, 2, 2), divisor_override=3), ((2, 3, 4, 5, 3),)),
+}
+OTHERS: dict[str, Case] = {
+    "bicubic": (lambda x: F.interpolate(x, (7, 13), mode="bicubic"), ((2, 3, 5, 6),)),
+    "many readers": (lambda x: F.interpolate(x, 40, mode="linear"), ((2, 3, 2),)),
+    "smaller": (lambda x: F.interpolate(x, (3, 4), mode="nearest"), ((2, 3, 5, 11),)),
+    "reflection": (lambda x: F.pad(x, (2, 1, -1, 3), mode="reflect"), ((2, 3, 5, 4),)),
+    "only the left edge": (lambda x: F.pad(x, (4, -5), mode="replicate"), ((2, 3, 3),)),
+    "index_select": (lambda x: x.index_select(1, torch.tensor([2, 0, 2])), ((2, 3, 4),)),
+    "logcumsumexp": (lambda x: x.logcumsumexp(1), ((2, 5, 3),)),
+    "topk": (lambda x: x.topk(2, 1, largest=False)[0], ((3, 17, 2),)),
+}
+CASES = CONVOLUTIONS | POOLINGS | OTHERS
+
+# Equal functions, where torch has no second derivative, or a wrong one.
+REFERENCES: dict[str, Callable[..., Any]] = {
+    "transposed": lambda x, w: F.pad(F.conv_transpose2d(x, w, stride=(3, 2), dilation=(1, 2)), (-2, -1, -1, 1)),
+    "transposed, unread inputs": lambda x, w: F.conv_transpose1d(x, w, stride=2)[..., 5:-4],
+    "logcumsumexp": lambda x: x.exp().cumsum(1).log(),
+}
+
+
+def arrays_of(shapes: Any) -> list[np.ndarray]:
+    generator = np.random.default_rng(0)
+    return [generator.standard_normal(shape) for shape in shapes]
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_values_and_derivatives_of_both_orders_match_torch(name: str) -> None:
+    function, shapes = CASES[name]
+    reference = REFERENCES.get(name, function)
+    args, directions = arrays_of(shapes), arrays_of(shapes[::-1])[::-1]
+
+    def total(*x: Any) -> Any:
+        return (reference(*x) ** 3).sum()
+
+    translated = jaxfn.from_torch(function)
+    gradient = jax.grad(lambda x: (translated(*x) ** 3).sum())
+
+    @jax.jit
+    def compute(x: Any, t: Any) -> Any:
+        batch = jax.tree.map(lambda a, b: jnp.stack([b, a], 1), x, t)
+        mapped = jax.vmap(gradient, 1, 1)(batch)
+        pushed = jax.jvp(lambda x: translated(*x), (x,), (t,))[1]
+        second = jax.jvp(gradient, (x,), (t,))[1]
+        reverse_twice = jax.grad(lambda x: sum(map(jnp.vdot, gradient(x), t)))(x)
+        return translated(*x), pushed, gradient(x), [g[:, 1] for g in mapped], second, reverse_twice
+
+    tensors = tuple(torch.tensor(x, requires_grad=True) for x in args)
+    vectors = tuple(map(torch.tensor, directions))
+    first = torch.autograd.grad(total(*tensors), tensors)
+    second = torch.autograd.functional.hvp(total, tensors, vectors)[1]
+    pushed = torch.autograd.functional.jvp(reference, tensors, vectors)[1]
+    expected = reference(*tensors), pushed, first, first, second, second
+    for got, wanted in zip(compute(args, directions), expected, strict=True):
+        for g, w in zip(jax.tree.leaves(got), [wanted] if torch.is_tensor(wanted) else wanted, strict=True):
+            np.testing.assert_allclose(g, w.detach(), rtol=1e-8, atol=1e-8)
+
+
+@pytest.mark.parametrize("name", ["groups", "depthwise", "three axes", "transposed"])
+def test_an_empty_batch_has_empty_results_and_zero_gradients(name: str) -> None:
+    function, (shape, weight) = CONVOLUTIONS[name]
+    x, w = jnp.zeros((0, *shape[1:])), jnp.ones(weight)
+    y, pull = jax.vjp(jaxfn.from_torch(function), x, w)
+    assert y.shape == tuple(function(torch.zeros(x.shape), torch.zeros(w.shape)).shape)
+    grad_x, grad_w = pull(y)
+    assert grad_x.shape == x.shape
+    assert not grad_w.any()
+
+
+@pytest.mark.parametrize("name", CONVOLUTIONS)
+def test_half_precision_is_rounded_once(name: str) -> None:
+    function, shapes = CONVOLUTIONS[name]
+    x, w = (jnp.asarray(a, jnp.bfloat16) for a in arrays_of(shapes))
+    got = jaxfn.from_torch(function)(x, w)
+    exact = function(*(torch.tensor(np.asarray(a, np.float32)) for a in (x, w)))
+    np.testing.assert_array_equal(got.astype(np.float32), exact.bfloat16().float())
+
+
+@pytest.mark.parametrize("name", ["depthwise", "three axes", "transposed"])
+def test_only_the_operands_are_saved(name: str) -> None:
+    function, shapes = CONVOLUTIONS[name]
+    pull = jax.vjp(jax.jit(jaxfn.from_torch(function)), *map(jnp.asarray, arrays_of(shapes)))[1]
+    saved = [x.shape for x in jax.tree.leaves(pull) if x.ndim]
+    assert sorted(saved) == sorted(shapes)
+
+
+@pytest.mark.parametrize("platform", ["cuda", "tpu"])
+@pytest.mark.parametrize("name", ["groups", "depthwise", "three axes", "transposed"])
+def test_a_gpu_and_a_tpu_run_one_convolution_and_two_in_reverse_mode(name: str, platform: str) -> None:
+    function, shapes = CONVOLUTIONS[name]
+    translated = jaxfn.from_torch(function)
+
+    def gradient(x: Any, w: Any) -> Any:
+        return jax.grad(lambda x, w: (translated(x, w) ** 2).sum(), (0, 1))(x, w)
+
+    args = arrays_of(shapes)
+    text = jax.jit(gradient).trace(*args).lower(lowering_platforms=(platform,)).as_text()
+    operations = re.findall(r"stablehlo\.(\w+)", text)
+    assert operations.count("convolution") == 3
+    assert not {"optimization_barrier", "concatenate", "slice"} & set(operations)
+
+
+VALUES = [0.0, -0.0, 1.0, float("nan"), -1.0, 1.0, float("-inf"), float("inf"), -float("nan"), 1.0, -1.0, 2.0] * 2
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64", "int32", "int16"])
+@pytest.mark.parametrize("descending", [False, True])
+@pytest.mark.parametrize("is_batched", [False, True])
+def test_order_of_equal_and_missing_values_is_that_of_torch(dtype: str, descending: bool, is_batched: bool) -> None:
+    x = np.asarray(VALUES if "float" in dtype else np.nan_to_num(VALUES, posinf=7, neginf=-7), dtype)
+    tensor = torch.from_numpy(np.stack([x, x[::-1].copy()]))
+    expected = tensor.sort(dim=1, descending=descending, stable=True)[1]
+    extreme = torch.max if descending else torch.min
+
+    def indices(x: Any) -> Any:
+        # The first of equal elements is the one that stable sorting puts first.
+        best = x.topk(2, -1, descending)[1]
+        return x.sort(dim=-1, descending=descending, stable=True)[1], best, extreme(x, -1)[1]
+
+    translated = jaxfn.from_torch(indices)
+    run = jax.vmap(translated) if is_batched else translated
+    order, best, first = jax.jit(run)(tensor.numpy())
+    np.testing.assert_array_equal(order, expected)
+    np.testing.assert_array_equal(best, expected[:, :2])
+    np.testing.assert_array_equal(first, extreme(tensor, 1)[1])
