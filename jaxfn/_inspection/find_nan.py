@@ -317,8 +317,8 @@ class _Search:
 
     def _array_of(self, origin: _Origin, function: str | None, method: str | None) -> str:
         """Returns the name of the method's first value that is not finite, after the origin."""
-        for frame, number, place in self._bad_labels():
-            label = frame.jaxpr.eqns[number].params["labels"][place]
+        for frame, number, index in self._bad_labels():
+            label = frame.jaxpr.eqns[number].params["labels"][index]
             is_after = (*frame.order, number) > origin.order
             if (
                 label is not None

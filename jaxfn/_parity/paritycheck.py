@@ -265,9 +265,9 @@ def _errors(
     finite = np.abs(b[np.isfinite(b)])
     scale = float(finite.max()) if finite.size else 0.0
     tolerance = (usual * scale if atol is None else atol) + (usual if rtol is None else rtol) * np.abs(b)
-    same = (a == b) | (np.isnan(a) & np.isnan(b))
+    is_equal = (a == b) | (np.isnan(a) & np.isnan(b))
     with np.errstate(invalid="ignore", divide="ignore"):
-        error = np.where(same, 0.0, np.abs(a - b))
+        error = np.where(is_equal, 0.0, np.abs(a - b))
         error = np.where(np.isnan(error), np.inf, error)
         excess = np.where(error > 0, error / np.where(np.isfinite(tolerance), tolerance, 0.0), 0.0)
         relative = np.where(error > 0, error / np.abs(b), 0.0)

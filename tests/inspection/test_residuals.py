@@ -16,7 +16,7 @@ from jax.sharding import PartitionSpec as P
 
 import jaxfn
 from tests.support.cases import host_memory_is_apart
-from tests.support.marks import COMING, row, slow
+from tests.support.marks import EXPERIMENTAL, row, slow
 
 
 @jaxfn.function
@@ -149,7 +149,7 @@ def test_arguments_of_the_program_are_named():
 
 
 POLICIES = jax.checkpoint_policies
-LOSES_NAMES = pytest.mark.xfail(COMING, reason="JAX_CUSTOM_VJP3 stages checkpoint_name in an eqn without its name")
+LOSES_NAMES = pytest.mark.xfail(EXPERIMENTAL, reason="JAX_CUSTOM_VJP3 stages checkpoint_name in an eqn without its name")
 
 
 @row("K2")

@@ -282,7 +282,7 @@ class TorchSine(torch.nn.Module):
     [
         (Square, in_library(Square, Torch).apply, "Square"),
         (jaxfn.from_torch(in_library(Square, Torch)).apply, lambda x: x * x, "Square, a port of <lambda>"),
-        (lambda x: jnp.sin(x), TorchSine().forward, "<lambda>, a port of forward"),
+        (lambda x: jnp.sin(x), TorchSine().forward, "<lambda>, a port of TorchSine"),
         (jaxfn.from_torch(TorchSine()), TorchSine(), "TorchSine"),
         (jaxfn.from_torch(TorchSine()), torch.sin, "TorchSine, a port of sin"),
         (functools.partial(jax.jit(jnp.square)), in_library(Square, Torch), "square, a port of Square"),
