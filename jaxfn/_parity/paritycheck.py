@@ -99,7 +99,7 @@ def paritycheck(
         if inputs is not None:
             oracle = _run_torch(reference, inputs, second_order, "paritycheck", alike)
         elif any(is_inexact(y.dtype) for i, y in enumerate(expected) if i not in alike):
-            alike = []  # the file has the derivatives of all outputs together
+            alike = []  # the file has only the sums over all outputs
         oracle = oracle if alike else oracle.without_derivatives()
         report = _compare(JaxBackend(func, alike), oracle, rtol, atol, second_order)
         compared = f"those of {', '.join(f'output {i}' for i in alike)} alone" if alike else "not compared"

@@ -149,7 +149,7 @@ def test_arguments_of_the_program_are_named():
 
 
 POLICIES = jax.checkpoint_policies
-LOSES_NAMES = pytest.mark.xfail(EXPERIMENTAL, reason="JAX_CUSTOM_VJP3 stages checkpoint_name in an eqn without its name")
+LOSES_NAMES = pytest.mark.xfail(EXPERIMENTAL, reason="JAX_CUSTOM_VJP3 stages checkpoint_name without its name")
 
 
 @row("K2")
