@@ -66,8 +66,8 @@ def with_logs(f: Callable[..., Any]) -> Callable[..., tuple[Any, Logs]]:
       f: A function of arrays and static Python values that returns arrays, in pytrees.
 
     Returns:
-      A function of the same arguments that returns `(result, logs)`. `logs` is a dict of lists of arrays, by name, with
-      one array for each call of `ctx.log`, in program order. Each array has an axis for every enclosing loop, the
+      A function of the arguments of `f` that returns `(result, logs)`. `logs` is a dict of lists of arrays by name,
+      one for each call of `ctx.log`, in program order. Each array has an axis for every enclosing loop, the
       outermost first: the steps of a `scan`, the devices of a `shard_map`; a value under `vmap` has its batch at axis
       0. From a `while` loop the last step is returned. For a branch that was not taken, and a loop without a step,
       floating-point numbers are NaN, integers the least of their dtype, booleans False, and random keys zeros. What

@@ -465,12 +465,12 @@ def _operation(jaxpr: Any, variable: Any) -> str:
 
 def _unchanged_outputs(jaxpr: Any, variable: Any) -> Iterator[int]:
     """Yields the indices of the outputs of a jaxpr that are one of its variables."""
-    same = {variable}
+    unchanged = {variable}
     for eqn in jaxpr.eqns:
         if is_any_of(eqn, _DATA_MOVEMENT):
             pairs = zip(eqn.invars, eqn.outvars, strict=False)
-            same |= {result for atom, result in pairs if is_variable(atom) and atom in same}
-    return (i for i, atom in enumerate(jaxpr.outvars) if is_variable(atom) and atom in same)
+            unchanged |= {result for atom, result in pairs if is_variable(atom) and atom in unchanged}
+    return (i for i, atom in enumerate(jaxpr.outvars) if is_variable(atom) and atom in unchanged)
 
 
 def _named(sub: SubJaxpr) -> tuple[str, ...]:

@@ -80,7 +80,7 @@ def _function_name(function: Any) -> str:
     if isinstance(function, partial):
         return _function_name(function.func)
     name, owner = getattr(function, "__name__", None), getattr(function, "__self__", function)
-    if name is not None and (name != "apply" or owner is function):
+    if name is not None and (name not in ("apply", "forward", "__call__") or owner is function):
         return name
     return owner.__name__ if isinstance(owner, type) else type(getattr(owner, "torch_module", owner)).__name__
 

@@ -99,7 +99,7 @@ def paritycheck(
         if inputs is not None:
             oracle = _run_torch(reference, inputs, second_order, "paritycheck", alike)
         elif any(is_inexact(y.dtype) for i, y in enumerate(expected) if i not in alike):
-            alike = []  # the file has derivatives of all outputs, added up
+            alike = []  # the file has only the sums over all outputs
         oracle = oracle if alike else oracle.without_derivatives()
         report = _compare(JaxBackend(func, alike), oracle, rtol, atol, second_order)
         compared = f"those of {', '.join(f'output {i}' for i in alike)} alone" if alike else "not compared"
@@ -265,9 +265,9 @@ def _errors(
     finite = np.abs(b[np.isfinite(b)])
     scale = float(finite.max()) if finite.size else 0.0
     tolerance = (usual * scale if atol is None else atol) + (usual if rtol is None else rtol) * np.abs(b)
-    same = (a == b) | (np.isnan(a) & np.isnan(b))
+    is_equal = (a == b) | (np.isnan(a) & np.isnan(b))
     with np.errstate(invalid="ignore", divide="ignore"):
-        error = np.where(same, 0.0, np.abs(a - b))
+        error = np.where(is_equal, 0.0, np.abs(a - b))
         error = np.where(np.isnan(error), np.inf, error)
         excess = np.where(error > 0, error / np.where(np.isfinite(tolerance), tolerance, 0.0), 0.0)
         relative = np.where(error > 0, error / np.abs(b), 0.0)
