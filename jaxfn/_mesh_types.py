@@ -11,6 +11,12 @@ import jax.numpy as jnp
 from jaxfn._compat import cotangent_sharding, varying_axes
 
 
+def is_sharded(value: Any) -> bool:
+    """Whether an array is sharded over explicit mesh axes, so that not every reshape of it has a sharding."""
+    sharding = jax.typeof(value).sharding
+    return bool(sharding.mesh.explicit_axes) and any(axis is not None for axis in sharding.spec)
+
+
 def pcast_like(value: jax.Array, aval: Any) -> jax.Array:
     """Makes a value vary over all manual mesh axes over which another one varies."""
     missing = varying_axes(aval) - varying_axes(jax.typeof(value))

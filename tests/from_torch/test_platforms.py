@@ -125,6 +125,41 @@ def test_values_and_derivatives_of_both_orders_match_torch(name: str) -> None:
             np.testing.assert_allclose(g, w.detach(), rtol=1e-8, atol=1e-8)
 
 
+ORDERS: dict[str, Case] = {
+    "sort": (lambda x: x.sort(1, descending=True)[0], ((2, 17, 3),)),
+    "first of many": (lambda x: x.topk(2, 1)[0], ((2, 17, 3),)),
+    "median": (lambda x: x.median(1)[0], ((2, 5, 3),)),
+    "extreme": (lambda x: x.max(1)[0], ((2, 5, 3),)),
+}
+
+
+@pytest.mark.parametrize("axis_type", ["Auto", "Explicit"])
+@pytest.mark.parametrize("name", CASES | ORDERS)
+def test_gradients_over_devices_are_those_of_one_device(name: str, axis_type: str) -> None:
+    """Inside `shard_map` over an Auto axis, and over an Explicit axis, where every value has a sharding."""
+    function, shapes = (CASES | ORDERS)[name]
+    x, *others = (a.astype(np.float32) for a in arrays_of(shapes))
+    x = np.concatenate([x, 2 - x])
+    translated = jaxfn.from_torch(function)
+
+    def loss(args: Any) -> Any:
+        return (translated(*args) ** 2).sum()
+
+    mesh = jax.make_mesh((2,), ("i",), axis_types=(jax.sharding.AxisType[axis_type],))
+    specs = [jax.P("i"), *[jax.P()] * len(others)]
+    args = [jax.device_put(a, jax.NamedSharding(mesh, spec)) for a, spec in zip([x, *others], specs, strict=True)]
+    if axis_type == "Auto":
+        over_devices = jax.shard_map(
+            lambda args: jax.lax.psum(loss(args), "i"), mesh=mesh, in_specs=(specs,), out_specs=jax.P()
+        )
+        sharded = jax.jit(jax.grad(over_devices))(args)
+    else:
+        with jax.set_mesh(mesh):
+            sharded = jax.jit(jax.grad(loss))(args)
+    for got, expected in zip(sharded, jax.jit(jax.grad(loss))([x, *others]), strict=True):
+        np.testing.assert_allclose(got, expected, rtol=1e-3, atol=1e-3 * abs(expected).max())
+
+
 @pytest.mark.parametrize("name", ["groups", "depthwise", "three axes", "transposed"])
 def test_an_empty_batch_has_empty_results_and_zero_gradients(name: str) -> None:
     function, (shape, weight) = CONVOLUTIONS[name]

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from jaxfn._compat import SymbolicZero
+from jaxfn._mesh_types import is_sharded
 from jaxfn._primitives import LinearMap, bind_linear_map
 
 Formulation = Callable[..., Array]
@@ -20,14 +21,17 @@ Formulation = Callable[..., Array]
 def by_platform(on_cpu: Formulation, elsewhere: Formulation, *operands: Array) -> Array:
     """Computes one of two equal functions, by the platform for which JAX lowers the program.
 
-    Note: the derivative of `lax.platform_dependent` keeps the residuals of both functions, those of the function that
-    is not computed as zeros. Here it keeps the operands, and computes again what else it needs.
+    Note: the derivative of `lax.platform_dependent` saves the residuals of both functions, those of the function that
+    is not computed as zeros. Here it saves the operands, and computes again what else it needs.
 
     Args:
-      on_cpu: The function on a CPU.
+      on_cpu: The function on a CPU. It may reshape and concatenate in ways for which JAX infers no sharding, so it is
+        not used for operands that are sharded over explicit mesh axes.
       elsewhere: The function on every other platform.
       operands: Arrays.
     """
+    if any(map(is_sharded, operands)):
+        return elsewhere(*operands)
     return lax.platform_dependent(*operands, cpu=on_cpu, default=elsewhere)
 
 

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
+from jaxfn._mesh_types import is_sharded
 from jaxfn._torch.operations.derivative import apply_vjp
 from jaxfn._torch.operations.platforms import by_platform
 from jaxfn._torch.operations.promotion import is_inexact
@@ -190,7 +191,7 @@ def avg_pool(
 def _window_sums(x: Array, kernel: list[int], steps: list[int], pads: Sequence[tuple[int, int]]) -> Array:
     """Returns the sum of every window. XLA has no fast derivative of sums over windows of several axes on a CPU."""
     zero = np.zeros((), x.dtype)
-    if kernel == steps:
+    if kernel == steps and not is_sharded(x):
         x = lax.pad(x, zero, [(low, high, 0) for low, high in pads])
         return _block_sums(x.reshape([part for n, k in zip(x.shape, kernel, strict=True) for part in (n // k, k)]))
 

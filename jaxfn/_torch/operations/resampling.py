@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
+from jaxfn._mesh_types import is_sharded
 from jaxfn._primitives import LinearMap, bind_linear_map
 from jaxfn._torch.operations.derivative import apply_vjp
 from jaxfn._torch.operations.table import data_movement, operation, register_all
@@ -205,6 +206,9 @@ def _pad(indices: Callable[[Table, int], Table], x: Array, padding: Sequence[int
         before, after = padding[2 * number : 2 * number + 2]
         length = x.shape[axis]
         at = np.arange(-before, length + after)
+        if is_sharded(x):  # JAX does not concatenate parts with different shardings
+            x = jnp.take(x, indices(at, length), axis)
+            continue
         edges = (jnp.take(x, indices(part, length), axis) for part in (at[at < 0], at[at >= length]))
         first = min(max(-before, 0), length)
         middle = lax.slice_in_dim(x, first, max(min(length, length + after), first), axis=axis)

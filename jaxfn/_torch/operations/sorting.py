@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
+from jaxfn._mesh_types import pcast_like
 from jaxfn._torch.operations.dims import vector
 from jaxfn._torch.operations.platforms import by_platform
 from jaxfn._torch.operations.promotion import is_inexact
@@ -30,7 +31,8 @@ def stable_order(x: Array, dim: int, descending: bool = False, count: int | None
 
     def elsewhere(x: Array) -> Array:
         order = jnp.argsort(x, axis, stable=True, descending=descending)
-        return lax.slice_in_dim(order, 0, count, axis=axis)
+        # JAX types the indices as replicated, also if `x` varies over devices (0.10.0 to 0.12.0).
+        return lax.slice_in_dim(pcast_like(order, jax.typeof(x)), 0, count, axis=axis)
 
     def on_cpu(x: Array) -> Array:
         keys = _sort_keys(x, descending)
