@@ -7,7 +7,6 @@ they are not timed, and the interpreter's copies of whole arrays count as the ke
 from __future__ import annotations
 
 import importlib
-import statistics
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -19,7 +18,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from benchmarks.measure import Samples, interleaved
+from benchmarks.measure import Samples, interleaved, medians, summary
 from benchmarks.steps import peak_memory
 
 KERNEL, PLAIN = "kernel", "plain JAX"
@@ -84,16 +83,12 @@ class Result:
     measurement: str
     samples: Samples
 
-    @property
-    def medians(self) -> dict[str, float]:
-        """The median of each form."""
-        return {form: statistics.median(values) for form, values in self.samples.items()}
-
     def line(self) -> str:
         """Formats the result as a line of the table."""
         is_time = self.measurement == _TIME
-        cells = [f"{v * 1e3:,.3f} ms" if is_time else f"{v / 2**20:,.1f} MiB" for v in self.medians.values()]
-        ratio = self.medians[KERNEL] / self.medians[PLAIN]
+        each = medians(self.samples)
+        cells = [f"{v * 1e3:,.3f} ms" if is_time else f"{v / 2**20:,.1f} MiB" for v in each.values()]
+        ratio = each[KERNEL] / each[PLAIN]
         what = f"{self.workload}, {self.dtype}: {self.measurement}"
         return what.ljust(72) + "".join(cell.rjust(16) for cell in cells) + f"   {ratio:.3f}x"
 
@@ -104,8 +99,7 @@ class Result:
             "dtype": self.dtype,
             "measurement": self.measurement,
             "unit": "seconds" if self.measurement == _TIME else "bytes",
-            "medians": self.medians,
-            "num_samples": {form: len(values) for form, values in self.samples.items()},
+            **summary(self.samples),
         }
 
 

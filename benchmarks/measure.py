@@ -15,6 +15,16 @@ _K = TypeVar("_K")
 Samples = dict[str, list[float]]
 
 
+def medians(samples: Samples) -> dict[str, float]:
+    """Returns the median of each form."""
+    return {form: statistics.median(values) for form, values in samples.items()}
+
+
+def summary(samples: Samples) -> dict[str, dict[str, float]]:
+    """Returns the fields of a measurement that are saved: the median of each form, and its number of samples."""
+    return {"medians": medians(samples), "num_samples": {form: len(values) for form, values in samples.items()}}
+
+
 @contextmanager
 def no_collection() -> Iterator[None]:
     """Disables the garbage collector during a timing, as `timeit` does."""

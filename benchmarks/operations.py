@@ -1,11 +1,10 @@
-"""Translated torch operations, forward and with their gradient, next to torch and to plain JAX: time of the processor.
+"""Processor time of translated torch operations, forward and with their gradient, next to torch and plain JAX.
 
-Plain JAX is what one would write first. On a CPU several of these operations are translated to something faster.
+Plain JAX is the obvious formulation. On a CPU several of these operations are translated to a faster one.
 """
 
 from __future__ import annotations
 
-import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -19,7 +18,7 @@ import numpy as np
 from jax import lax
 
 import jaxfn
-from benchmarks.measure import Samples, interleaved
+from benchmarks.measure import Samples, interleaved, medians, summary
 
 TRANSLATED, PLAIN, TORCH = FORMS = ("from_torch", "plain JAX", "torch")
 _FORWARD, _GRADIENT = "forward", "with gradient"
@@ -27,13 +26,13 @@ _FORWARD, _GRADIENT = "forward", "with gradient"
 
 @dataclass(frozen=True)
 class Workload:
-    """An operation.
+    """An operation in torch and in plain JAX.
 
     Attributes:
-      name: what is printed.
+      name: the printed name.
       in_torch: the operation, from `torch.nn.functional` and the arguments.
       in_jax: the operation in plain JAX.
-      shapes: of the arguments.
+      shapes: the shapes of the arguments.
     """
 
     name: str
@@ -42,7 +41,7 @@ class Workload:
     shapes: tuple[tuple[int, ...], ...]
 
     def args(self) -> list[np.ndarray]:
-        """Random arguments."""
+        """Returns random arguments."""
         generator = np.random.default_rng(0)
         return [generator.standard_normal(shape).astype(np.float32) for shape in self.shapes]
 
@@ -153,37 +152,31 @@ class Result:
     measurement: str
     samples: Samples
 
-    @property
-    def medians(self) -> dict[str, float]:
-        """Of each form."""
-        return {form: statistics.median(values) for form, values in self.samples.items()}
-
     def line(self) -> str:
-        """As a line of the table."""
-        medians = self.medians
-        cells = "".join(f"{medians[form] * 1e3:,.2f} ms".rjust(14) for form in FORMS)
-        ratios = (medians[TRANSLATED] / medians[form] for form in (PLAIN, TORCH))
+        """Formats the result as a line of the table."""
+        each = medians(self.samples)
+        cells = "".join(f"{each[form] * 1e3:,.2f} ms".rjust(14) for form in FORMS)
+        ratios = (each[TRANSLATED] / each[form] for form in (PLAIN, TORCH))
         return f"  {self.operation + ': ' + self.measurement:<44}{cells}" + "".join(f"{r:8.2f}x" for r in ratios)
 
     def as_json(self) -> dict[str, Any]:
-        """What is saved."""
+        """Returns the fields that are saved."""
         return {
             "operation": self.operation,
             "measurement": self.measurement,
             "unit": "seconds",
-            "medians": self.medians,
-            "num_samples": {form: len(values) for form, values in self.samples.items()},
+            **summary(self.samples),
         }
 
 
 def header() -> str:
-    """The line over the results."""
+    """Returns the header of the table."""
     forms = "".join(form.rjust(14) for form in FORMS)
-    return f"{'operations, time of the processor':<46}{forms}   over plain JAX and torch"
+    return f"{'operations, processor time':<46}{forms}   over plain JAX and torch"
 
 
 def run(rounds: int) -> Iterator[Result]:
-    """Every result, as it is measured; nothing without torch. On one thread each, or waiting threads would count."""
+    """Yields each measurement as it is taken; nothing without torch. torch has one thread: waiting ones would count."""
     try:
         import torch
     except ModuleNotFoundError:
@@ -200,7 +193,7 @@ def run(rounds: int) -> Iterator[Result]:
 
 
 def _calls(workload: Workload, torch: ModuleType) -> dict[str, Mapping[str, Callable[[], Any]]]:
-    """The calls of every form, by measurement."""
+    """Returns the calls of every form, by measurement."""
     in_torch = partial(workload.in_torch, torch.nn.functional)
     args = workload.args()
     tensors = [torch.tensor(x, requires_grad=True) for x in args]
@@ -217,12 +210,12 @@ def _calls(workload: Workload, torch: ModuleType) -> dict[str, Mapping[str, Call
     forward[TORCH] = lambda: in_torch(*detached)
     gradient[TORCH] = lambda: torch.autograd.grad(in_torch(*tensors), tensors, ct)
     for calls in (forward, gradient):
-        _check_same({form: call() for form, call in calls.items()})
+        _check_close({form: call() for form, call in calls.items()})
     return {_FORWARD: forward, _GRADIENT: gradient}
 
 
-def _check_same(results: Mapping[str, Any]) -> None:
-    """Fails where a form computes something else, loosely: its time would mean nothing."""
+def _check_close(results: Mapping[str, Any]) -> None:
+    """Fails if the forms compute different results, since their times could not be compared."""
     expected = jax.tree.leaves(results[TORCH])
     for form in (TRANSLATED, PLAIN):
         for x, wanted in zip(jax.tree.leaves(results[form]), expected, strict=True):

@@ -6,10 +6,9 @@ a small Jacobian is also evaluated, by the rule and by autodiff; if both agree, 
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import jax
@@ -17,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxfn._gradcheck.compare import rows_of_columns
-from jaxfn._gradcheck.evaluation.batches import BATCH_BYTES, differences, points
+from jaxfn._gradcheck.evaluation.batches import BATCH_BYTES, as_rows, differences, points
 from jaxfn._gradcheck.evaluation.execution import ExecutionMode
 from jaxfn._gradcheck.evaluation.vectors import Arrays, Basis, bases, random_vectors
 from jaxfn._gradcheck.problem.derivatives import (
@@ -121,8 +120,8 @@ class PropertyChecks:
     ) -> list[dict[str, Any]]:
         """Evaluates everything that the checks need, twice, with one executable."""
         d = self.derivatives
-        samples = self._samples()
-        seeds, columns = ([] if basis is None else basis.arrays() for basis in self._bases(samples))
+        samples = self._samples
+        seeds, columns = [basis.arrays() for basis in self._bases] or ([], [])
         xs = list(map(np.asarray, self.xs))
         near = points(xs, samples, self.step) if samples else [np.zeros((0, *x.shape)) for x in xs]
         all_points = [np.concatenate([[x, _SHIFT_FACTOR * x], n]) for x, n in zip(xs, near, strict=True)]
@@ -221,38 +220,39 @@ class PropertyChecks:
             if not self.tolerance.agrees(gradient, r["results"][j])
         ]
 
+    @cached_property
     def _samples(self) -> Arrays:
-        """Returns vectors along which to compare autodiff with finite differences; none if that is not decisive."""
+        """Vectors along which to compare autodiff with finite differences; empty if that is not decisive."""
         d = self.derivatives
         if not (self.samples_autodiff and d.forward.has_reference and self.tolerance.is_double):
             return []
         samples = [random_vectors(d.inputs, 100 + k) for k in range(_NUM_SAMPLES)]
         return [np.stack(vectors) for vectors in zip(*samples, strict=True)]
 
-    def _bases(self, samples: Arrays) -> tuple[Basis, Basis] | tuple[None, None]:
-        """Returns the unit vectors of the seed leaves and of the inputs, if one batch holds the Jacobian along them."""
+    @cached_property
+    def _bases(self) -> Sequence[Basis]:
+        """The unit vectors of the seed leaves and of the inputs; empty unless one batch holds the Jacobian for each."""
         d = self.derivatives
         found = bases(self.mode.seed_leaves), bases(d.inputs)
-        if not (samples and d.is_traced and len(found[0]) == len(found[1]) == 1):
-            return None, None
+        if not (self._samples and d.is_traced and len(found[0]) == len(found[1]) == 1):
+            return ()
         (seeds,), (columns,) = found
         size = seeds.size * bytes_per_call(self.mode.rule) + columns.size * bytes_per_call(d.forward.reference)
-        return (seeds, columns) if size <= min(BATCH_BYTES, self.max_memory) else (None, None)
+        return (seeds, columns) if size <= min(BATCH_BYTES, self.max_memory) else ()
 
     def _matches_autodiff(self, r: Any) -> bool:
         """Whether the rule is known to agree with autodiff in every entry of the Jacobian."""
         d = self.mode
-        seeds, columns = self._bases(self._samples())
-        if seeds is None or columns is None:
+        if not self._bases:
             return False
-        (autodiff,) = r["autodiff"]
-        references: Any = [_rows(array[_NUM_SAMPLES:]) for array in autodiff]
+        (seeds, columns), (autodiff,) = self._bases, r["autodiff"]
+        references: Any = [as_rows(array[_NUM_SAMPLES:]) for array in autodiff]
         if not d.is_forward:
             references = rows_of_columns(references, columns, seeds, range(seeds.size))
         for i, array in enumerate(r["batch"]):
-            rows, reference = _rows(array[-seeds.size :]), references[i]
+            rows, reference = as_rows(array[-seeds.size :]), references[i]
             bound = self.tolerance.precise(reference, largest(reference))
-            if not ((abs(rows - reference) <= bound) | (rows == reference)).all():  # false for NaN
+            if (excess(rows, reference, bound) > 1).any():
                 return False
         return True
 
@@ -367,10 +367,6 @@ def _outputs(r: Any) -> Arrays:
 
 def _appended(batch: Arrays, vectors: Arrays) -> Arrays:
     return [np.concatenate(arrays) for arrays in zip(batch, vectors, strict=True)] if vectors else batch
-
-
-def _rows(array: Any) -> Any:
-    return array.reshape(len(array), math.prod(array.shape[1:]))
 
 
 def _results(derivative: Derivative, xs: Arrays, *vectors: Any) -> Arrays:

@@ -107,8 +107,6 @@ class _Check:
         self.modes = [mode for is_checked, mode in modes if is_checked]
         self.progress = Progress(f"{options.name} of {problem.name}")
         self.evaluator = self._new_evaluator(ExecutionMode.VECTORIZED if d.is_traced else ExecutionMode.PYTHON_LOOP)
-        self.outputs: Sequence[Any] = ()
-        self.autodiff_agrees = False
         self.findings: dict[str, Findings] = {}  # by the name of the mode
 
     def run(self) -> GradcheckReport:
@@ -192,8 +190,6 @@ class _Check:
             )
             found = self._run_in_fastest_mode(checks)
             self.report.problems += found.problems
-            self.outputs = found.outputs
-            self.autodiff_agrees = found.autodiff_agrees
             self.findings[mode.name] = found
             is_batched = o.check_batched_forward_grad if mode.is_forward else o.check_batched_grad
             # In vectorized mode the checks themselves have batched the rule.
@@ -219,7 +215,8 @@ class _Check:
 
     def _compare_jacobians(self) -> None:
         d = self.derivatives
-        comparison = Comparison(d, self.tolerance, self.step, self.evaluator, self.outputs)
+        outputs = self.findings[self.modes[-1].name].outputs
+        comparison = Comparison(d, self.tolerance, self.step, self.evaluator, outputs)
         method: Comparison | Projections = comparison
         if self.options.fast_mode:
             self.report.notes.append(f"fast mode: {PROJECTIONS} random projections of each output and each input")
@@ -283,7 +280,7 @@ class _Check:
         d = self.derivatives
         if self.options.reference != "both" or self.problem.dtype is not None:
             return self.options.reference != "finite_differences"
-        if self.autodiff_agrees:
+        if self.findings[self.modes[-1].name].autodiff_agrees:
             return True
         for mode in (d.forward, d.reverse):
             if mode.has_reference:

@@ -68,6 +68,20 @@ def test_a_wrong_vmap_method_is_found(function):
 
 
 @row("G6")
+def test_a_compiled_output_that_differs_by_more_than_rounding_is_found():
+    """Finite differences and rules of first order would not notice this factor."""
+
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        return x * x * (1 + 1e-9) if isinstance(x, jax.core.Tracer) else x * x
+
+    square = rule(forward, lambda ctx, g: 2 * g * ctx.saved_tensors[0])
+    assert jaxfn.gradcheck(square, normal(3))
+    with pytest.raises(jaxfn.CheckError, match=r"output 0 differs between an eager call and jax\.jit"):
+        jaxfn.check(square, normal(3))
+
+
+@row("G6")
 def test_a_function_without_second_derivatives():
     @jaxfn.function
     def once(ctx, x):

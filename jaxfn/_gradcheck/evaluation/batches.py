@@ -187,8 +187,9 @@ class BatchedEvaluator:
 
 def _flat(batches: Iterator[list[Arrays]]) -> list[Arrays]:
     """Concatenates batches, each item flattened to a row."""
-    return tree_map(_rows, *batches)
+    return tree_map(as_rows, *batches)
 
 
-def _rows(*arrays: Any) -> Any:
+def as_rows(*arrays: Any) -> Any:
+    """Concatenates arrays along the first axis, with the other axes flattened."""
     return np.concatenate([a.reshape(len(a), math.prod(a.shape[1:])) for a in arrays])

@@ -192,6 +192,11 @@ def function_name(func: Callable[..., Any]) -> str:
     return getattr(func, "__qualname__", None) or getattr(func, "__name__", None) or type(func).__name__
 
 
+def as_arguments(inputs: Any) -> tuple[Any, ...]:
+    """Returns the arguments that `inputs` holds: a tuple or a list of them, or the only one."""
+    return tuple(inputs) if isinstance(inputs, (tuple, list)) else (inputs,)
+
+
 def named_leaves(
     func: Callable[..., Any], inputs: Any, argnums: int | Sequence[int] | None
 ) -> tuple[list[tuple[int, str, Any]], Any, frozenset[int]]:
@@ -199,7 +204,7 @@ def named_leaves(
 
     Each leaf comes with the position of its argument and a name for reports.
     """
-    args = tuple(inputs) if isinstance(inputs, (tuple, list)) else (inputs,)
+    args = as_arguments(inputs)
     chosen = _chosen_arguments(argnums, len(args))
     names = _argument_names(func, args)
     paths, tree = tree_flatten_with_path(args, is_leaf=is_none)

@@ -18,6 +18,8 @@ from jaxfn._torch.operations.promotion import half_to_single
 from jaxfn._torch.operations.table import operation
 
 Pads = Sequence[tuple[int, int]]
+# The stride, padding, dilation and output padding of a transposed convolution along each axis, and its groups.
+_Options = tuple[Sequence[int], Sequence[int], Sequence[int], Sequence[int], int]
 
 
 @operation("aten.convolution", accepts_half=True)
@@ -39,12 +41,12 @@ def convolution(
         for options_of_forward in (stride, padding, dilation, output_padding)
     )
     if transposed:
-        options = stride, padding, dilation, output_padding, groups
-        y = by_platform(partial(_transposed_on_cpu, *options), partial(_transposed, *options), x, weight)
+        of_transposed = stride, padding, dilation, output_padding, groups
+        y = by_platform(partial(_transposed_on_cpu, of_transposed), partial(_transposed, of_transposed), x, weight)
     else:
-        plain = partial(_plain, stride, [(p, p) for p in padding], dilation, groups)
+        options = stride, [(p, p) for p in padding], dilation, groups
+        plain, on_cpu = partial(_plain, *options), partial(_plain_on_cpu, *options)
         is_slow = _is_slow_on_cpu(x, weight, jax.eval_shape(plain, x, weight), stride, groups)
-        on_cpu = partial(_plain_on_cpu, stride, [(p, p) for p in padding], dilation, groups)
         y = by_platform(on_cpu, plain, x, weight) if is_slow else plain(x, weight)
     return y if bias is None else y + bias.reshape(-1, *[1] * spatial)
 
@@ -53,16 +55,9 @@ def _plain(stride: Sequence[int], pads: Pads, dilation: Sequence[int], groups: i
     return lax.conv_general_dilated(x, kernel, stride, pads, None, dilation, feature_group_count=groups)
 
 
-def _transposed(
-    stride: Sequence[int],
-    padding: Sequence[int],
-    dilation: Sequence[int],
-    output_padding: Sequence[int],
-    groups: int,
-    x: Array,
-    weight: Array,
-) -> Array:
+def _transposed(options: _Options, x: Array, weight: Array) -> Array:
     """Applies the kernel's mirror image to the input with stride - 1 zeros between its elements."""
+    stride, padding, dilation, output_padding, groups = options
     reach = [d * (k - 1) for d, k in zip(dilation, weight.shape[2:], strict=True)]
     pads = [(r - p, r - p + o) for r, p, o in zip(reach, padding, output_padding, strict=True)]
     kernel = jnp.flip(_swap_channels(weight, groups), range(2, x.ndim))
@@ -85,13 +80,12 @@ _MOST_PRODUCTS = 128
 
 
 def _is_slow_on_cpu(x: Array, kernel: Array, y: Any, stride: Sequence[int], groups: int) -> bool:
-    """Whether XLA's convolution or its derivative is slow. A result larger than the input makes XLA mirror that of
-    the weight.
-    """
+    """Whether XLA's convolution or its derivative is slow."""
     spatial = kernel.shape[2:]
     if groups > 1 and kernel.shape[1] == 1:
         return math.prod(spatial) <= _MOST_PRODUCTS
     has_patches = math.prod(stride) > 1 and [*spatial] == [*stride]
+    # XLA mirrors the kernel in the derivative of the weight if the result is larger than the input.
     return groups > 1 or len(spatial) == 3 or has_patches or math.prod(y.shape[2:]) > math.prod(x.shape[2:])
 
 
@@ -173,16 +167,9 @@ def _result_lengths(x: Array, kernel: Array, stride: Sequence[int], dilation: Se
     return [(length - d * (k - 1) - 1) // s + 1 for length, k, s, d in axes]
 
 
-def _transposed_on_cpu(
-    stride: Sequence[int],
-    padding: Sequence[int],
-    dilation: Sequence[int],
-    output_padding: Sequence[int],
-    groups: int,
-    x: Array,
-    weight: Array,
-) -> Array:
+def _transposed_on_cpu(options: _Options, x: Array, weight: Array) -> Array:
     """Computes the results of each remainder by the stride as channels of one plain convolution."""
+    stride, padding, dilation, output_padding, groups = options
     spatial = x.ndim - 2
     kernel = _swap_channels(weight, groups)
     sizes = [d * (k - 1) + 1 for d, k in zip(dilation, kernel.shape[2:], strict=True)]
