@@ -233,7 +233,7 @@ class _Dispatcher(Opaque):
         is_cacheable = all(tree.is_hashable for tree in trees)
         spec = spec_for(names, tuple(trees)) if is_cacheable else CallSpec(methods, InputSpec(names, tuple(trees)))
         if monitor is not None and monitor.bypass_rules:
-            with CALL_MONITOR(None):  # Functions inside forward have their rules
+            with CALL_MONITOR(None):  # Functions inside forward use their rules
                 return call_without_rule(spec, arrays)
         try:
             return (

@@ -25,7 +25,7 @@ def poison(number, when):
 
 
 def layer(name, place, number, style):
-    """A Function of (x, when) that has a bad number in one place at one step."""
+    """A Function of (x, when) that has a bad number in one line at one step."""
 
     def bad(here, x, when):
         return x + poison(number, when) if place == here else x

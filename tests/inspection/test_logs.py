@@ -31,7 +31,7 @@ def _(ctx, grad_output):
 
 
 class Swish(jaxfn.Function):
-    """In both modes, in separate style."""
+    """A Function with both modes, in separate style."""
 
     @staticmethod
     def forward(x):
@@ -58,7 +58,7 @@ class Swish(jaxfn.Function):
 
 @jaxfn.function
 def silent(ctx, x):
-    """As `wave`, without logs."""
+    """The function `wave` without logs."""
     ctx.save_for_backward(x)
     return jnp.sin(x)
 
@@ -77,7 +77,7 @@ def equal(a, b):
 
 
 def inputs_of(f, x, steps):
-    """What `f` is given in each step, and the cotangent of each step's output for a sum, by plain JAX."""
+    """Returns the input of `f` in each step, and the cotangent of each step's output for a sum, by plain JAX."""
     given = list(itertools.accumulate(range(steps - 1), lambda x, _: f(x), initial=x))
     cotangents = []
     for step in range(steps):
@@ -101,13 +101,13 @@ def test_eager_values_are_collected_in_the_order_of_the_calls():
 
 @row("K5")
 @pytest.mark.parametrize("around", [jax.jit, jax.vmap, lambda f: lambda x: jax.lax.map(f, x)])
-def test_a_traced_value_is_refused_by_the_eager_form(around):
+def test_a_traced_value_raises_in_the_eager_form(around):
     with jaxfn.logged(), pytest.raises(RuntimeError, match=r"wave\.forward logs 'largest'.*with_logs"):
         around(wave)(X)
 
 
 @row("K5")
-def test_nothing_is_left_where_nobody_looks():
+def test_nothing_is_left_where_nothing_collects_logs():
     def lowered(f):
         return jax.jit(jax.value_and_grad(lambda x: f(x).sum())).lower(X).as_text()
 
@@ -219,7 +219,7 @@ def test_forward_mode_logs_too():
 
 
 @row("K5")
-def test_a_function_that_logs_can_be_differentiated_from_outside():
+def test_a_function_that_logs_can_be_differentiated_with_logs_around_it():
     def loss(x):
         y, logs = jaxfn.with_logs(lambda x: jax.jit(wave)(Swish.apply(x)))(x)
         return y.sum(), logs
@@ -251,7 +251,7 @@ def test_a_function_with_effects_is_run_once():
 
 
 @row("K5")
-def test_a_text_is_refused_and_the_name_log_may_be_used():
+def test_a_text_raises_and_the_name_log_may_be_used():
     @jaxfn.function
     def wrong(ctx, x):
         ctx.log(label="text")
@@ -283,7 +283,7 @@ def test_static_arguments_and_pytrees_pass_through():
 
 
 @row("K5")
-def test_eager_collection_compiles_nothing_anew_and_keeps_nothing():
+def test_eager_collection_compiles_and_stores_nothing():
     traces = []
 
     @jax.jit
@@ -304,7 +304,7 @@ def test_eager_collection_compiles_nothing_anew_and_keeps_nothing():
 
 @row("K5")
 @pytest.mark.parametrize("kind, around", [("auto", "while"), ("explicit", "cond"), ("shard_map", "while")])
-def test_what_stands_for_absent_values_is_sharded_as_they_are(kind, around):
+def test_zeros_instead_of_absent_values_have_their_sharding(kind, around):
     axis_type = AxisType.Explicit if kind == "explicit" else AxisType.Auto
     mesh = jax.make_mesh((2,), ("data",), axis_types=(axis_type,), devices=jax.devices()[:2])
 
@@ -372,7 +372,7 @@ def test_numbers_and_numpy_arrays_are_collected_as_they_were():
 
 
 @row("K5")
-def test_what_cannot_come_out_is_refused():
+def test_logs_that_cannot_be_returned_raise():
     with pytest.raises(NotImplementedError, match="condition of a while loop"):
         jaxfn.with_logs(lambda x: jax.lax.while_loop(lambda x: wave(x).sum() > 1, lambda x: x / 2, x))(X)
 
@@ -398,7 +398,7 @@ def test_what_cannot_come_out_is_refused():
 @row("K5")
 @pytest.mark.parametrize("around", ["jit", "map"])
 def test_what_is_logged_inside_a_solver_comes_out(around):
-    """Of twice the identity, conjugate gradients begin at zero, and find the solution in the direction of `b`."""
+    """Conjugate gradients of twice the identity begin at zero, and find the solution in the direction of `b`."""
 
     def solved(b):
         return jax.scipy.sparse.linalg.cg(lambda v: 2 * v + 0 * wave(v), b)[0]
@@ -429,7 +429,7 @@ def test_a_choice_by_platform_stays_one():
 
 
 @row("K5")
-def test_what_jit_was_told_stays():
+def test_options_of_jit_stay():
     mesh = jax.make_mesh((2,), ("data",), axis_types=(AxisType.Auto,), devices=jax.devices()[:2])
     sharding = jax.NamedSharding(mesh, P(None, "data"))
 
@@ -447,7 +447,7 @@ def test_what_jit_was_told_stays():
 
 
 @row("K5")
-def test_a_random_key_of_a_branch_that_is_not_taken_is_made_of_zeros():
+def test_a_random_key_of_a_branch_that_is_not_taken_has_zeros():
     @jaxfn.function
     def noisy(ctx, x, key):
         ctx.log(key=key)
@@ -497,7 +497,7 @@ def test_what_is_donated_inside_can_be_read_again():
 
 
 @row("K5")
-def test_devices_are_used_outside_of_jit_too():
+def test_devices_are_used_outside_jit_too():
     y, logs = jaxfn.with_logs(lambda x: over_devices(wave)(x) + over_devices(silent)(x))(X)
     equal(y, 2 * jnp.sin(X))
     equal(logs["x"][0], X[:, None])

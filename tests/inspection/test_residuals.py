@@ -46,7 +46,7 @@ def _(ctx, grad_output):
 
 
 class Exp(jaxfn.Function):
-    """In both modes, saving its output."""
+    """A Function with both modes that saves its output."""
 
     @staticmethod
     def forward(ctx, x):
@@ -102,7 +102,7 @@ AROUND = {
 }
 
 
-def kept_by_jax(f, *args):
+def saved_by_jax(f, *args):
     """The arrays in the pullback, by JAX alone."""
     return [x for x in jax.tree_util.tree_leaves(jax.vjp(f, *args)[1]) if x.size]
 
@@ -113,7 +113,7 @@ def test_the_rows_are_the_arrays_of_the_pullback(around):
     f, x, w = AROUND[around](network), jnp.linspace(-1, 1, 12).reshape(4, 3), jnp.ones((4, 3))
     # Types of arrays are enough.
     args = [jax.typeof(a) for a in (x, w)] if around in ("jit", "scan of checkpoint", "vmap over columns") else (x, w)
-    ledger, kept = jaxfn.residuals(f, *args), kept_by_jax(f, x, w)
+    ledger, kept = jaxfn.residuals(f, *args), saved_by_jax(f, x, w)
     assert [(r.shape, r.dtype) for r in ledger if not r.is_duplicate] == [(k.shape, str(k.dtype)) for k in kept]
     assert ledger.total_bytes == sum(k.nbytes for k in kept) == sum(ledger.bytes_by_function.values())
 
@@ -221,7 +221,7 @@ def test_integers_constants_and_outputs():
     ledger = jaxfn.residuals(f, jnp.ones(6), jnp.array([0, 2, 1, 1, 5, 3]))
     kinds = {r.kind for r in ledger}
     assert {"output", "constant"} <= kinds
-    assert ledger.total_bytes == sum(x.nbytes for x in kept_by_jax(f, jnp.ones(6), jnp.array([0, 2, 1, 1, 5, 3])))
+    assert ledger.total_bytes == sum(x.nbytes for x in saved_by_jax(f, jnp.ones(6), jnp.array([0, 2, 1, 1, 5, 3])))
 
 
 @row("K2")
@@ -320,8 +320,8 @@ def parameters(*leading):
 
 X = jax.ShapeDtypeStruct((B, T, D), jnp.float32)
 ROWS = B * T
-# What each Function of the block saves, counted by hand, in numbers.
-BY_HAND = {
+# What each Function of the block saves, a hand count of numbers.
+HAND_COUNT = {
     "normalized": 2 * (ROWS * D + D + ROWS),  # x, scale and rstd, twice
     "softmax": B * H * T * T,
     "gelu": ROWS * F,
@@ -335,7 +335,7 @@ OPERANDS = (
 @row("K2")
 def test_the_ledger_of_a_transformer_block_agrees_with_a_hand_count():
     ledger = jaxfn.residuals(block, parameters(), X)
-    assert {name: nbytes // 4 for name, nbytes in ledger.bytes_by_function.items()} == BY_HAND | {"JAX": OPERANDS}
+    assert {name: nbytes // 4 for name, nbytes in ledger.bytes_by_function.items()} == HAND_COUNT | {"JAX": OPERANDS}
 
 
 @row("K2")
@@ -345,8 +345,8 @@ def test_the_ledger_of_a_transformer_block_under_policies():
 
     policies = jax.checkpoint_policies
     everything = under(policies.everything_saveable).bytes_by_function
-    assert {name: everything[name] // 4 for name in BY_HAND} == BY_HAND
-    # Arguments are kept in any case; normalized has saved three of them.
+    assert {name: everything[name] // 4 for name in HAND_COUNT} == HAND_COUNT
+    # Arguments are saved in any case; normalized has saved three of them.
     arguments = 4 * sum(math.prod(leaf.shape) for leaf in jax.tree_util.tree_leaves((parameters(), X)))
     saved = 4 * (ROWS * D + 2 * D)
     assert under(policies.nothing_saveable).bytes_by_function == {"JAX": arguments - saved, "normalized": saved}
@@ -386,13 +386,13 @@ def test_each_layer_of_a_stack_adds_its_residuals_to_what_the_gradient_allocates
     """
     gradient = jax.jit(jax.grad(lambda p, x: stack(p, x).sum(), argnums=(0, 1)))
 
-    def kept_and_allocated(layers):
+    def saved_and_allocated(layers):
         p = parameters(layers)
         own = 4 * sum(math.prod(leaf.shape) for leaf in jax.tree_util.tree_leaves(p))
         memory = gradient.lower(p, larger).compile().memory_analysis()
         return jaxfn.residuals(stack, p, larger).total_bytes - own, memory.temp_size_in_bytes
 
-    (kept, allocated), (kept_of_half, allocated_of_half) = kept_and_allocated(24), kept_and_allocated(12)
+    (kept, allocated), (kept_of_half, allocated_of_half) = saved_and_allocated(24), saved_and_allocated(12)
     assert kept - kept_of_half == 12 * kept / 24
     assert allocated - allocated_of_half == pytest.approx(kept - kept_of_half, rel=0.001)
 
@@ -417,7 +417,7 @@ def test_only_what_the_derivative_by_some_arguments_needs(argnums):
 
 
 @row("K2")
-def test_argnums_beyond_the_arguments_are_refused():
+def test_argnums_beyond_the_arguments_raise():
     with pytest.raises(ValueError, match="argnums=2, but 2 arguments were passed"):
         jaxfn.residuals(jnp.multiply, jnp.ones(4), jnp.ones(4), argnums=2)
 
@@ -426,7 +426,7 @@ def powers(x, count):
     return sum(square(x) ** i for i in range(count))
 
 
-# What a function is given beside its array, and by which arguments it is differentiated.
+# Other arguments of a function next to its array, and those it is differentiated with respect to.
 STATIC = {
     "text": (lambda x, how: square(x) if how == "square" else x, "square", 0),
     "a function": (lambda x, f: square(f(x)), jnp.sin, 0),
@@ -445,10 +445,10 @@ STATIC = {
 
 @row("K2")
 @pytest.mark.parametrize("what", STATIC)
-def test_arguments_that_are_no_arrays_are_what_jax_takes_them_for(what):
+def test_other_arguments_than_arrays_are_what_jax_takes_them_for(what):
     f, other, argnums = STATIC[what]
     x = jnp.linspace(1, 2, 5)
-    kept = kept_by_jax(*((f, x, other) if argnums == (0, 1) else (lambda x: f(x, other), x)))
+    kept = saved_by_jax(*((f, x, other) if argnums == (0, 1) else (lambda x: f(x, other), x)))
     ledger = jaxfn.residuals(f, x, other, argnums=argnums)
     assert [(r.shape, r.dtype) for r in ledger if not r.is_duplicate] == [(k.shape, str(k.dtype)) for k in kept]
     assert ledger.total_bytes == sum(k.nbytes for k in kept)
@@ -483,7 +483,7 @@ def test_a_model_is_differentiated_with_respect_to_its_arrays():
         return apply(model | {"layers": new}, x)
 
     x = jnp.linspace(-1, 1, 12).reshape(4, 3)
-    kept = kept_by_jax(lambda weights: of_weights(weights, x), [layer["w"] for layer in layers])
+    kept = saved_by_jax(lambda weights: of_weights(weights, x), [layer["w"] for layer in layers])
     ledger = jaxfn.residuals(apply, model, x, argnums=0)
     assert [(r.shape, r.dtype) for r in ledger if not r.is_duplicate] == [(k.shape, str(k.dtype)) for k in kept]
     assert {r.argument for r in ledger} == {"", "args[1]", "args[0]['layers'][1]['w']"}

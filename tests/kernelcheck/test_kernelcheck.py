@@ -145,7 +145,7 @@ def test_argnums_choose_what_is_differentiated():
         ({"inputs": np.ones(3, np.complex64)}, TypeError, "gradcheck takes complex ones"),
     ],
 )
-def test_options_that_are_refused(kwargs, error, message):
+def test_options_that_raise(kwargs, error, message):
     with pytest.raises(error, match=message):
         kernelcheck(sine, jnp.sin, **{"inputs": shape(3), **kwargs})
 
@@ -214,7 +214,7 @@ def test_rounding_of_a_gradient_that_is_exactly_zero_is_allowed(scale):
 @row("K1")
 @cells("dtype", ["bfloat16"], ["float32", "bfloat16", "float16"])
 def test_a_kernel_is_measured_by_the_reference(dtype):
-    """Of errors that are normal numbers, a kernel may have some that are little larger, and not many times as large."""
+    """A kernel may have some normally distributed errors that are little larger, but none many times as large."""
     generator = np.random.default_rng(0)
     eps = float(jnp.finfo(dtype).eps)
     false_alarms = missed = 0
@@ -302,7 +302,7 @@ def test_a_reference_that_casts_is_computed_in_double_precision():
 
 @row("K1")
 def test_a_reference_that_draws_gets_the_same_numbers_in_double_precision():
-    """With x64 the same key gives others."""
+    """Equal keys draw other numbers with x64."""
 
     def function(key, x):
         kept = jax.random.bernoulli(key, 0.5, x.shape)
@@ -349,7 +349,7 @@ def test_on_eight_devices():
 
 
 @row("K1")
-def test_other_sizes_are_given_or_derived():
+def test_other_sizes_are_passed_or_derived():
     def only_even(x):
         if len(x) % 2:
             raise ValueError("an odd number of rows")

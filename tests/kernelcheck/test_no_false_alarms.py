@@ -1,4 +1,4 @@
-"""Row K1: kernels that are as good as their references pass, whoever wrote them."""
+"""Row K1: kernels that are as good as their references pass, from any source."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def test_flash_attention_in_pallas(causal):
 @row("K1")
 @slow
 def test_kernels_for_tpus_in_pallas():
-    """What interprets them cannot be batched: JAX says so, and that is skipped."""
+    """Interpreted kernels cannot be batched: JAX raises, and that check is skipped."""
     flash, product = operations("tpu.flash_attention"), operations("tpu.matmul")
 
     def attention(q, k, v):
@@ -91,7 +91,7 @@ def test_kernels_for_tpus_in_pallas():
 
     with pltpu.force_tpu_interpret_mode():
         assert kernelcheck(attention, reference, (shape(1, 1, 128, 128),) * 3, skip=["vmap"])
-        # JAX's example of a matmul does not look at sizes, and is wrong where they are no multiples of its blocks.
+        # JAX's example of a matmul does not look at sizes, and is wrong unless they are multiples of its blocks.
         given = (shape(16, 128), shape(128, 256))
         report = kernelcheck(matmul, jnp.matmul, given, skip=["vmap", "gradients"], raise_exception=False)
     assert "outputs" in report.checks and report.failed_checks == ["sizes"]
@@ -165,7 +165,7 @@ def alarms(kernel, reference, inputs, dtype):
 @slow
 @pytest.mark.parametrize("name", PAIRS)
 def test_functions_of_jax_on_both_sides(name):
-    """The same function, and another way to compute it; either way round."""
+    """Two ways to compute one function, each as the reference of the other."""
     function, other, inputs = PAIRS[name]
     for kernel, reference in ((function, function), (other, function), (function, other)):
         for dtype in ("float32", "bfloat16"):

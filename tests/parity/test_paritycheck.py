@@ -1,4 +1,4 @@
-"""H6, H7: a port beside the torch Function that it was ported from, live and from a recorded oracle."""
+"""H6, H7: a port next to the torch Function that it was ported from, live and from a recorded oracle."""
 
 import functools
 import json
@@ -54,7 +54,7 @@ def test_optional_input_left_out():
 
 
 @row("H6")
-def test_nothing_to_compare_is_no_agreement():
+def test_nothing_to_compare_is_not_agreement():
     with pytest.raises(ValueError, match="paritycheck: .*nothing.* returned no tensor .* nothing to compare"):
         jaxfn.paritycheck(lambda x: None, _nothing, [np.ones(3, np.float32)])
 
@@ -97,7 +97,7 @@ def test_only_the_second_derivative_is_wrong():
 
 
 @row("H6")
-def test_rounding_is_told_from_a_wrong_formula():
+def test_rounding_is_distinguished_from_a_wrong_formula():
     def unstable(x):
         return x + 1e4 - 1e4
 
@@ -251,7 +251,7 @@ def test_another_number_of_outputs_is_said_once_and_right_gradients_are_equal(tm
 @row("H6")
 @pytest.mark.parametrize(("factor", "verdict"), [(1, "equal"), (3, "formula")])
 def test_derivatives_are_compared_for_the_outputs_that_both_return(factor, verdict):
-    """Of three outputs one has another shape and one is missing."""
+    """One of three outputs has another shape, and one is missing."""
 
     @jaxfn.function
     def port(ctx, x):
@@ -378,7 +378,7 @@ def test_what_cannot_be_written(tmp_path):
 
 
 @row("H7")
-def test_a_file_without_outputs_is_no_agreement(tmp_path):
+def test_a_file_without_outputs_is_not_agreement(tmp_path):
     jaxfn.record_oracle(torch.sin, random((3,)), tmp_path / "sin.npz")
     with np.load(tmp_path / "sin.npz") as file:
         content = json.loads(str(file["content"]))
