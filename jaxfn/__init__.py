@@ -1,4 +1,49 @@
-"""PyTorch's `torch.autograd.Function` protocol on JAX."""
+"""PyTorch's `torch.autograd.Function` protocol on JAX.
+
+A Function has a `forward` and a `backward`, and becomes a function of arrays with that derivative, under every
+transformation of JAX:
+
+>>> import jax, jax.numpy as jnp, jaxfn
+>>> class Round(jaxfn.Function):  # a straight-through estimator
+...     @staticmethod
+...     def forward(ctx, x):
+...         return jnp.round(x)
+...     @staticmethod
+...     def backward(ctx, grad_output):
+...         return grad_output
+>>> print(jax.grad(jax.jit(Round.apply))(2.3))
+1.0
+
+`help(jaxfn.gradcheck)` describes one of these:
+
+Write a Function
+  Function, FunctionCtx    the base class, and the `ctx` of its methods
+  function                 a decorator, in place of a class
+  autograd_function        R torch's form: two functions, with saves and gradients by name
+  once_differentiable      a decorator of `backward`: a second derivative raises
+  saved_tensors_hooks      pack what Functions save; also save_on_host, disable_saved_tensors_hooks
+
+Check it
+  check                    all checks that need no reference
+  gradcheck                first derivatives, against finite differences and autodiff
+  gradgradcheck            second derivatives
+  kernelcheck              a kernel's rounding errors, against a reference
+
+Look into a program
+  residuals                what reverse mode saves, and which Function saved it
+  find_nan                 where a NaN or an infinity first appears
+  logged, with_logs        values from inside `forward` and `backward` (`ctx.log`)
+
+Bring torch code over
+  from_torch               convert a torch Function, function or module, unchanged
+  register_translation     a JAX function for an operation that has no translation
+  paritycheck              compare a port with the original
+  record_oracle            store the original's results, to compare without torch
+
+Types of results and errors: CallableFunction, VmapInfo; CheckReport and CheckError, the bases of FunctionReport,
+GradcheckReport, GradcheckError, Mismatch, KernelReport, KernelcheckError, ParityReport and ParitycheckError; Residual,
+ResidualTable, ResidualComparison; NanOrigin; ConvertedFunction, ConvertedModule, Explanation and TranslationError.
+"""
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any

@@ -53,6 +53,11 @@ def test_all_that_users_are_handed_has_a_public_name_and_a_docstring():
     assert isinstance(jaxfn.gradcheck(lambda x: x * x, np.float64(1), return_report=True), jaxfn.GradcheckReport)
 
 
+def test_the_first_screens_of_help_name_everything_public():
+    assert set(jaxfn.__all__) <= set(re.findall(r"\w+", jaxfn.__doc__))
+    assert len(jaxfn.__doc__.splitlines()) < 60
+
+
 GALLERY = ROOT / "docs" / "errors.md"  # whose programs raise: test_error_gallery.py runs them
 PAGES = [ROOT / "README.md", *sorted(set((ROOT / "docs").glob("*.md")) - {GALLERY})]
 
