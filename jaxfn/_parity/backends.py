@@ -5,6 +5,7 @@ Gradients are in torch's convention for complex numbers on both sides.
 
 from __future__ import annotations
 
+import copy
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Sequence
 from functools import partial
@@ -15,9 +16,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax.tree_util import tree_leaves
 
+from jaxfn._jaxpr import all_eqns, open_jaxpr
 from jaxfn._parity.inputs import Array, Inputs, draw
 from jaxfn._torch.values.arrays import to_jax, to_torch
-from jaxfn._tree import conjugate, is_array_leaf, is_inexact
+from jaxfn._tree import conjugate, is_array_leaf, is_inexact, is_none
 
 Measurements = dict[str, Array]
 """Arrays by name: `output 0`, `gradient of input 0 (alone)`, ..."""
@@ -47,8 +49,9 @@ class Backend(ABC):
 
     def measure(self, inputs: Inputs, second_order: bool) -> tuple[Measurements, str | None]:
         """Returns everything that is compared, and the reason if there are no second derivatives."""
-        measured: Measurements = {f"output {i}": y for i, y in enumerate(self.outputs(inputs))}
-        if not any(map(self.is_differentiated, range(len(measured)))):
+        outputs = self.outputs(inputs)
+        measured: Measurements = {f"output {i}": y for i, y in outputs.items()}
+        if not any(map(self.is_differentiated, outputs)):
             return measured, None
         for pattern in inputs.patterns():
             gradients = self.gradients(inputs, pattern)
@@ -60,12 +63,12 @@ class Backend(ABC):
                 seconds = self.second_derivatives(inputs)
                 measured |= {f"second derivative, {name}": x for name, x in seconds.items()}
             except (RuntimeError, NotImplementedError, TypeError) as error:
-                no_second_order = str(error).splitlines()[0]
+                no_second_order = first_line(error)
         return measured, no_second_order
 
     @abstractmethod
-    def outputs(self, inputs: Inputs) -> list[Array]:
-        """Returns the array leaves of the function's result."""
+    def outputs(self, inputs: Inputs) -> dict[int, Array]:
+        """Returns the arrays and numbers in the function's result, by their index among its leaves."""
 
     @abstractmethod
     def gradients(self, inputs: Inputs, pattern: Sequence[int]) -> list[Array]:
@@ -74,6 +77,23 @@ class Backend(ABC):
     @abstractmethod
     def second_derivatives(self, inputs: Inputs) -> Measurements:
         """Returns the gradients of all gradients, for random cotangents, by input and by `grad_output 0`, ..."""
+
+
+def first_line(error: Exception) -> str:
+    """Returns the first line of an error's text, or its type if it has none."""
+    return next(iter(str(error).strip().splitlines()), type(error).__name__)
+
+
+def _output_leaves(returned: Any, name: str, is_array: Callable[[Any], bool]) -> dict[int, Any]:
+    """Returns the leaves of a function's result that are arrays or numbers, by index; `None` counts as a leaf."""
+    leaves = dict(enumerate(tree_leaves(returned, is_leaf=is_none)))
+    for i, leaf in leaves.items():
+        if not (leaf is None or is_array(leaf) or isinstance(leaf, (bool, int, float, complex))):
+            raise TypeError(
+                f"paritycheck: {name} returned a {type(leaf).__name__} as output {i}, which cannot be compared. Return "
+                "arrays, numbers and None, in tuples, lists and dicts."
+            )
+    return {i: leaf for i, leaf in leaves.items() if leaf is not None}
 
 
 def _function_name(function: Any) -> str:
@@ -94,24 +114,31 @@ def _together(inputs: Inputs, pattern: Sequence[int]) -> str:
 
 
 class TorchBackend(Backend):
-    """Evaluation by torch, on the CPU."""
+    """Evaluation by torch, on the CPU. A module is copied, so that its buffers do not change."""
 
-    def _call(self, inputs: Inputs, leaves: Sequence[Any]) -> list[Any]:
+    def __init__(
+        self, function: Any, differentiated: Collection[int] | None = None, *, in_double: bool = False
+    ) -> None:
+        super().__init__(function, differentiated)
+        self.function = _copied(self.function, in_double)
+
+    def _call(self, inputs: Inputs, leaves: Sequence[Any]) -> dict[int, Any]:
         import torch
 
         # Copies, since a Function may mutate its inputs, which autograd forbids for leaves.
         returned = inputs.call(self.function, to_torch, [leaf.clone() for leaf in leaves])
-        return [y for y in tree_leaves(returned) if isinstance(y, torch.Tensor)]
+        outputs = _output_leaves(returned, self.name, lambda leaf: isinstance(leaf, torch.Tensor))
+        return {i: y if isinstance(y, torch.Tensor) else to_torch(np.asarray(y)) for i, y in outputs.items()}
 
     def _differentiated(self, inputs: Inputs, pattern: Sequence[int]) -> tuple[list[Any], list[Any]]:
         """Returns the inputs as leaves of torch's graph, and the outputs that require gradients."""
         leaves = [to_torch(x).requires_grad_(i in pattern) for i, x in enumerate(inputs.values)]
         outputs = self._call(inputs, leaves)
-        differentiated = [(i, y) for i, y in enumerate(outputs) if y.requires_grad and self.is_differentiated(i)]
+        differentiated = [(i, y) for i, y in outputs.items() if y.requires_grad and self.is_differentiated(i)]
         return [leaves[i] for i in pattern], differentiated
 
-    def outputs(self, inputs: Inputs) -> list[Array]:
-        return [_to_numpy(y) for y in self._call(inputs, [to_torch(x) for x in inputs.values])]
+    def outputs(self, inputs: Inputs) -> dict[int, Array]:
+        return {i: _to_numpy(y) for i, y in self._call(inputs, [to_torch(x) for x in inputs.values]).items()}
 
     def gradients(self, inputs: Inputs, pattern: Sequence[int]) -> list[Array]:
         leaves, outputs = self._differentiated(inputs, pattern)
@@ -129,6 +156,18 @@ class TorchBackend(Backend):
         seconds = _torch_grad([g for _, g in differentiable], [*leaves, *grad_outputs], directions)
         names = [*inputs.names, *(f"grad_output {i}" for i, _ in outputs)]
         return {name: _to_numpy(x) for name, x in zip(names, seconds, strict=True)}
+
+
+def _copied(function: Callable[..., Any], in_double: bool) -> Callable[..., Any]:
+    """Returns a function that is a module, or a method of one, for a copy of the module."""
+    import torch
+
+    owner = getattr(function, "__self__", function)
+    if not isinstance(owner, torch.nn.Module):
+        return function
+    module = copy.deepcopy(owner)
+    module = module.double() if in_double else module
+    return module if owner is function else getattr(module, function.__name__)
 
 
 def _torch_grad(outputs: list[Any], leaves: list[Any], grad_outputs: list[Any], create_graph: bool = False) -> Any:
@@ -167,12 +206,18 @@ def _drawn(seed: int, like: Any) -> Any:
 class JaxBackend(Backend):
     """Evaluation by JAX, under the active x64 setting."""
 
-    def _call(self, inputs: Inputs, values: Sequence[Any]) -> list[jax.Array]:
+    def _call(self, inputs: Inputs, values: Sequence[Any]) -> dict[int, jax.Array]:
         returned = inputs.call(self.function, jnp.asarray, values)
-        return [jnp.asarray(y) for y in tree_leaves(returned) if is_array_leaf(y)]
+        return {i: jnp.asarray(y) for i, y in _output_leaves(returned, self.name, is_array_leaf).items()}
 
-    def outputs(self, inputs: Inputs) -> list[Array]:
-        return [np.asarray(y) for y in self._call(inputs, [jnp.asarray(x) for x in inputs.values])]
+    def outputs(self, inputs: Inputs) -> dict[int, Array]:
+        return {i: np.asarray(y) for i, y in self._call(inputs, [jnp.asarray(x) for x in inputs.values]).items()}
+
+    def dtypes(self, inputs: Inputs) -> set[np.dtype[Any]]:
+        """Returns float32, and the dtypes of intermediate values."""
+        traced = jax.make_jaxpr(partial(self._call, inputs))([jnp.asarray(x) for x in inputs.values])
+        avals = [v.aval for eqn in all_eqns(open_jaxpr(traced)[0]) for v in eqn.outvars]
+        return {np.dtype(np.float32)} | {np.dtype(x.dtype) for x in avals if is_inexact(getattr(x, "dtype", None))}
 
     def _pullback(self, inputs: Inputs, values: Sequence[Any], pattern: Sequence[int]) -> tuple[list[Any], Any]:
         """Returns the inexact outputs with their indices, and the pullback in torch's convention."""
@@ -183,7 +228,7 @@ class JaxBackend(Backend):
             for i, value in zip(pattern, chosen, strict=True):
                 merged[i] = value
             outputs = self._call(inputs, merged)
-            indices[:] = [i for i, y in enumerate(outputs) if is_inexact(y.dtype) and self.is_differentiated(i)]
+            indices[:] = [i for i, y in outputs.items() if is_inexact(y.dtype) and self.is_differentiated(i)]
             return [outputs[i] for i in indices]
 
         outputs, vjp = jax.vjp(function_of_chosen, *(values[i] for i in pattern))

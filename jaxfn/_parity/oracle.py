@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import zipfile
+import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -10,7 +12,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from jaxfn._parity.backends import Measurements
+from jaxfn._parity.backends import Measurements, first_line
 from jaxfn._parity.inputs import Array
 
 _RUNS = ("native", "double", "nudged")
@@ -25,6 +27,7 @@ class Oracle:
       args: its arguments, with NumPy arrays.
       native, double, nudged: the results for the arguments in their dtypes, in double precision, and a small step away.
       no_second_order: the reason if there are no second derivatives.
+      no_double: the reason if the function does not run in double precision; `double` and `nudged` are empty then.
       versions: the versions of torch and NumPy.
     """
 
@@ -34,6 +37,7 @@ class Oracle:
     double: Measurements
     nudged: Measurements
     no_second_order: str | None
+    no_double: str | None
     versions: dict[str, str]
 
     def without_derivatives(self) -> Oracle:
@@ -51,6 +55,7 @@ def save(path: str, oracle: Oracle) -> None:
         "name": oracle.name,
         "args": args,
         "no_second_order": oracle.no_second_order,
+        "no_double": oracle.no_double,
         "versions": oracle.versions,
         # NumPy's format does not have bfloat16 and float8 types; they are written as bits.
         "dtypes": {name: str(array.dtype) for name, array in arrays.items()},
@@ -61,19 +66,40 @@ def save(path: str, oracle: Oracle) -> None:
 
 
 def load(path: str) -> Oracle:
-    """Reads an oracle from a file."""
-    with np.load(path, allow_pickle=False) as file:
-        content = json.loads(str(file["content"]))
-        arrays = {name: _with_dtype(file[name], dtype) for name, dtype in content["dtypes"].items()}
+    """Reads an oracle from a file.
+
+    Raises:
+      OSError: The file cannot be opened.
+      ValueError: It is not a file that `record_oracle` wrote, or has no outputs.
+    """
+    try:
+        with open(path, "rb") as file, np.load(file, allow_pickle=False) as content:
+            oracle = _read(content)
+    except (ValueError, TypeError, KeyError, AttributeError, EOFError, zipfile.BadZipFile, zlib.error) as error:
+        raise ValueError(
+            f"paritycheck: {path} cannot be read ({type(error).__name__}: {first_line(error)}). Write it with "
+            "record_oracle of this version of jaxfn."
+        ) from error
+    if not oracle.native:
+        raise ValueError(f"paritycheck: {path} has no outputs. Write it with record_oracle of this version of jaxfn.")
+    return oracle
+
+
+def _read(file: Any) -> Oracle:
+    content = json.loads(str(file["content"]))
+    arrays = {name: _with_dtype(file[name], dtype) for name, dtype in content["dtypes"].items()}
     runs = {
         run: {name.removeprefix(f"{run}/"): x for name, x in arrays.items() if name.startswith(f"{run}/")}
         for run in _RUNS
     }
-    if not runs["native"]:
-        raise ValueError(f"paritycheck: {path} has no outputs. Write it with record_oracle of this version of jaxfn.")
     args = tuple(_decoded(arg, arrays) for arg in content["args"])
     return Oracle(
-        content["name"], args, **runs, no_second_order=content["no_second_order"], versions=content["versions"]
+        content["name"],
+        args,
+        **runs,
+        no_second_order=content["no_second_order"],
+        no_double=content["no_double"],
+        versions=content["versions"],
     )
 
 

@@ -387,3 +387,119 @@ def test_a_file_without_outputs_is_not_agreement(tmp_path):
     np.savez(tmp_path / "old.npz", content=np.array(json.dumps(content)), **others)
     with pytest.raises(ValueError, match="old.npz has no outputs.*record_oracle"):
         jaxfn.paritycheck(jnp.sin, tmp_path / "old.npz")
+
+
+@row("H6")
+@pytest.mark.parametrize("reference", [lambda m: m, lambda m: m.forward, lambda m: lambda x: m(x)])
+def test_weights_in_float32(reference):
+    """A module is copied to float64; what captures one does not run there, and a note says so."""
+    torch.manual_seed(0)
+    module = torch.nn.Sequential(torch.nn.Linear(3, 5), torch.nn.BatchNorm1d(5))
+    port = jaxfn.from_torch(module)
+    weight, bias = (np.asarray(port.parameters[f"0.{name}"]) for name in ("weight", "bias"))
+
+    def right(x, by=1.0):
+        y = x @ weight.T + bias
+        return by * (y - y.mean(0)) / jnp.sqrt(y.var(0) + 1e-5)
+
+    report = jaxfn.paritycheck(right, reference(module), random((4, 3)), raise_exception=False)
+    assert report, report
+    is_captured = "torch does not run in float64" in str(report)
+    assert is_captured == (report.rows[0].double_error is None)
+    assert is_captured or module[1].num_batches_tracked == 0  # the user's module is unchanged
+    wrong = jaxfn.paritycheck(lambda x: right(x, 1.01), reference(module), random((4, 3)), raise_exception=False)
+    assert verdicts(wrong)["output 0"] == ("differs" if is_captured else "formula")
+
+
+@row("H6")
+def test_a_port_in_float32_only():
+    def port(x):
+        return jax.lax.mul(x, jnp.float32(2))  # no promotion
+
+    report = jaxfn.paritycheck(port, lambda x: 2 * x, random((3,)), raise_exception=False)
+    assert report and "JAX does not run in float64" in str(report)
+
+
+@row("H6")
+@pytest.mark.parametrize("dtype", [np.int32, np.int64, np.uint8, np.bool_])
+def test_integers_are_exact(dtype):
+    large = np.array([0, 1, np.iinfo(dtype).max if dtype != np.bool_ else True], dtype)
+    other = large.copy()
+    other[-1] = not other[-1] if dtype == np.bool_ else other[-1] - 1
+    with jax.enable_x64(True):
+        assert jaxfn.paritycheck(lambda x: jnp.asarray(large), lambda x: torch.tensor(large), random((3,)))
+        report = jaxfn.paritycheck(
+            lambda x: jnp.asarray(other), lambda x: torch.tensor(large), random((3,)), raise_exception=False
+        )
+    assert [(row.verdict, row.max_error) for row in report.failures] == [("formula", 1.0)]
+    counts = np.array([7, 1000], np.int32)
+    assert jaxfn.paritycheck(lambda x: counts + 1, lambda x: torch.tensor(counts), random((3,)), atol=1)
+
+
+@row("H6")
+def test_none_and_numbers_among_outputs():
+    (x,) = random((3,))
+    assert jaxfn.paritycheck(lambda x: (None, 2 * x, 3.0), lambda x: (None, 2 * x, 3.0), [x])
+    moved = jaxfn.paritycheck(lambda x: (2 * x, None), lambda x: (None, 2 * x), [x], raise_exception=False)
+    assert verdicts(moved) == {"output 1": "missing", "output 0": "extra"}
+    number = jaxfn.paritycheck(lambda x: (x, 4.0), lambda x: (x, 3.0), [x], raise_exception=False)
+    assert verdicts(number)["output 1"] == "formula"
+    with pytest.raises(TypeError, match="<lambda> returned a set as output 1, which cannot be compared"):
+        jaxfn.paritycheck(lambda x: x, lambda x: (x, {x}), [x])
+
+
+@row("H6")
+def test_half_precision_hides_no_wrong_formula():
+    (x,) = random((50,), dtype=jnp.bfloat16)
+
+    def port(factor):
+        return lambda x: jnp.tanh(x) * factor
+
+    assert jaxfn.paritycheck(port(1.0), torch.tanh, [x])
+    report = jaxfn.paritycheck(port(1.01), torch.tanh, [x], raise_exception=False)
+    assert set(verdicts(report).values()) == {"formula"}
+    cast = jaxfn.paritycheck(
+        lambda x: jnp.tanh(x.astype(jnp.bfloat16)).astype(x.dtype),
+        lambda x: torch.tanh(x.bfloat16()).to(x.dtype),
+        [x],
+    )
+    assert cast  # the original casts too
+
+
+@row("H6")
+def test_an_error_without_a_text_in_second_derivatives():
+    class Doubling(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return 2 * x
+
+        @staticmethod
+        def backward(ctx, grad_output):
+            return Raising.apply(2 * grad_output)
+
+    class Raising(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx, grad_output):
+            raise NotImplementedError
+
+    report = jaxfn.paritycheck(lambda x: 2 * x, Doubling, random((3,)))
+    assert "torch has no second derivatives: NotImplementedError" in str(report)
+
+
+@row("H7")
+@pytest.mark.parametrize("content", [b"", b"not an archive", b"PK\x03\x04broken", "truncated", "other"])
+def test_a_broken_file(content, tmp_path):
+    path = tmp_path / "sin.npz"
+    jaxfn.record_oracle(torch.sin, random((3,)), path)
+    if content == "other":
+        np.savez(path, x=np.ones(3))
+    elif content == "truncated":
+        path.write_bytes(path.read_bytes()[:-300])
+    else:
+        path.write_bytes(content)
+    with pytest.raises(ValueError, match=r"paritycheck: .*sin.npz cannot be read \(.*\)\. Write it with record_oracle"):
+        jaxfn.paritycheck(jnp.sin, path)
