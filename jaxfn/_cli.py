@@ -1,4 +1,4 @@
-"""The command line for the public functions: `check`, `parity`, `explain` and `doctor`."""
+"""The command line for the public functions: `check`, `parity`, `explain`, `port` and `doctor`."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import argparse
 import importlib
 import json
 import platform
+import re
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -21,6 +22,7 @@ _EXAMPLES = """examples:
   python -m jaxfn parity my_port:Linear their_package:Linear --shape 2,3 --shape 4,3
   python -m jaxfn parity my_port:Linear --oracle linear.npz
   python -m jaxfn explain their_package:Linear --shape 2,3 --shape 4,3 --dtype float32
+  python -m jaxfn port their_package:Linear --example "float32[2,3], float32[4,3], None" -o linear.py
   python -m jaxfn doctor --json
 
 A name is module:attribute; modules are also found in the current directory. Exit codes: 0 passed, 1 failed, 2 wrong
@@ -73,6 +75,19 @@ def _parser() -> argparse.ArgumentParser:
     explain = _command(commands, "explain", _explain, "show the translation of torch code (jaxfn.from_torch)")
     explain.add_argument("function", help="module:name of a torch Function")
     _add_inputs(explain, "float32")
+    port = _command(commands, "port", _port, "rewrite torch code for JAX, with a test (jaxfn.from_torch(F).source)")
+    port.add_argument("function", help="module:name of a torch Function or function")
+    port.add_argument(
+        "--example",
+        action="append",
+        required=True,
+        help="arguments, as 'float32[3,4], int64[3] < 5, 0.1' (random arrays and Python values), or module:name of "
+        "a function that returns a tuple of arguments; several for code with several branches",
+    )
+    port.add_argument("--seed", type=int, default=0, help="seed of random arguments (default: 0)")
+    port.add_argument(
+        "-o", "--output", required=True, help="file to write; test_FILE and FILE.npz are written next to it"
+    )
     _command(commands, "doctor", _doctor, "show versions, and what of jaxfn works with them")
     return parser
 
@@ -179,6 +194,26 @@ def _explain(options: Any) -> int:
         raise _UsageError(str(error)) from error
     print(json.dumps({"explanation": str(explanation)}) if options.json else explanation)
     return 0
+
+
+def _port(options: Any) -> int:
+    port = importlib.import_module("jaxfn._port")
+    try:
+        examples = [_example(text, options.seed, port.parse_example) for text in options.example]
+        written = port.write_port(_load(options.function), examples, Path(options.output))
+    except (ImportError, TypeError, ValueError, jaxfn.TranslationError) as error:
+        raise _UsageError(" ".join(str(error).split())) from error
+    result = {"files": list(map(str, written.files)), "notes": written.notes}
+    print(json.dumps(result) if options.json else "\n".join((*(f"wrote {x}" for x in result["files"]), *written.notes)))
+    return 0
+
+
+def _example(text: str, seed: int, parse: Callable[[str, int], tuple[Any, ...]]) -> tuple[Any, ...]:
+    if not re.fullmatch(r"[\w.]+:[\w.]+", text):
+        return parse(text, seed)
+    found = _load(text)
+    found = found() if callable(found) else found
+    return tuple(found) if isinstance(found, (tuple, list)) else (found,)
 
 
 def _doctor(options: Any) -> int:

@@ -28,6 +28,7 @@ LAYERS = [
     ("jaxfn._torch.operations",),
     ("jaxfn._torch.graph",),
     ("jaxfn._torch.trace",),
+    ("jaxfn._torch.source",),
     ("jaxfn._torch.convert",),
     ("jaxfn._torch",),
     ("jaxfn._gradcheck.problem", "jaxfn._gradcheck.report", "jaxfn._inspection.reports"),

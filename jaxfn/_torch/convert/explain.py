@@ -11,7 +11,6 @@ from typing import Any, NamedTuple
 from jaxfn._torch.convert.definition import Definition
 from jaxfn._torch.convert.lifting import ORIGINAL
 from jaxfn._torch.convert.traced_code import TracedCode, TracedForward
-from jaxfn._torch.graph.jax_code import format_jax_code
 from jaxfn._torch.graph.recorder import AssumedValue
 from jaxfn._torch.graph.targets import operation_name
 from jaxfn._torch.values.errors import TranslationError
@@ -26,7 +25,6 @@ class Part:
       graph: The graph that torch traced, as text.
       operations: The operations in the graph, without duplicates, as torch prints them.
       unsupported: The operations without a translation, each with the source line that called it.
-      code: The translation as JAX code, for reading. jaxfn does not run this text.
       draws: Whether the method draws random numbers.
       functions: The Functions that it applies, without duplicates.
     """
@@ -34,7 +32,7 @@ class Part:
     def __init__(self, name: str, traced: TracedCode | None, error: TranslationError | None = None) -> None:
         self.name = name
         self.error = error
-        self.graph, self.operations, self.unsupported, self.code, self.draws = "", [], [], "", False
+        self.graph, self.operations, self.unsupported, self.draws = "", [], [], False
         self.functions: list[AppliedFunction] = []
         if traced is not None:
             self.functions = _count_applied_functions(traced.functions)
@@ -42,7 +40,6 @@ class Part:
             self.graph = str(traced.graph_module.graph).strip()
             self.operations = sorted({operation_name(node.target) for node in nodes if node.op == "call_function"})
             self.unsupported = traced.unsupported
-            self.code = format_jax_code(traced.graph_module, traced.code.config.replacements.operations)
             self.draws = traced.draws
 
     def __str__(self) -> str:
@@ -53,7 +50,6 @@ class Part:
             f"{self.name}, operations: {', '.join(self.operations) or 'none'}"
             + self._functions_and_unsupported()
             + (f"\n{self.name} draws random numbers: it needs a key" if self.draws else "")
-            + f"\n{self.name}, in JAX:\n{_indent(self.code.strip())}"
         )
 
     def _functions_and_unsupported(self) -> str:

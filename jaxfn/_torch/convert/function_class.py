@@ -21,6 +21,7 @@ from jaxfn._torch.convert.definition import Definition
 from jaxfn._torch.convert.explain import Explanation, Part
 from jaxfn._torch.convert.traced_code import TensorSpec, TracedForward, TracedVmap, get_or_trace, tensor_spec
 from jaxfn._torch.graph.recorder import NO_EXTERNALS
+from jaxfn._torch.source.source import write_source
 from jaxfn._torch.trace.state import TraceConfig
 from jaxfn._torch.values.arrays import torch_dtype
 from jaxfn._torch.values.errors import EscapedTensorError, TranslationError
@@ -55,8 +56,8 @@ class ConvertedFunction(Function, metaclass=_ConvertedFunctionType):
           **kwargs: Keyword arguments of `apply`.
 
         Returns:
-          An object that prints the graphs that torch traced, their operations, the operations without a translation,
-          and the JAX code of the translation.
+          An object that prints the graphs that torch traced, their operations, and the operations without a
+          translation. For JAX code to read and to store, call `source`.
 
         Examples:
           >>> import torch, jax.numpy as jnp, jaxfn
@@ -78,6 +79,58 @@ class ConvertedFunction(Function, metaclass=_ConvertedFunctionType):
         """
         form, values = UserMethods(cls).signature.bind(args, kwargs)
         return form.call(lambda *args, **kwargs: cls.adapter.explain(args, kwargs), (), values)
+
+    @classmethod
+    def source(cls, *args: Any, examples: Sequence[Sequence[Any]] = (), **kwargs: Any) -> str:
+        """Rewrites the Function's Python source for JAX, and proves it.
+
+        torch runs the Function on the examples, and its source is rewritten by what the code did there: calls of torch
+        become `jax.numpy`, in-place updates become assignments, and comments, control flow and names do not change.
+        The result is compared with the converted Function under `jax.jit`, in outputs, gradients and second
+        derivatives: at the examples, at two other sizes, at ties, zeros, NaN and infinity, in double precision, and for
+        each combination of inputs that need a gradient.
+
+        Args:
+          *args: Arguments of `apply`, with concrete arrays.
+          examples: Arguments of more calls, for lines that the first call does not reach.
+          **kwargs: Keyword arguments of `apply`.
+
+        Returns:
+          The text of a module that imports jax, numpy and jaxfn, and defines a `jaxfn.Function` of this name, with
+          the functions that it calls. A Function that draws random numbers takes a parameter `key`. Lines that no
+          example reached raise `NotImplementedError`.
+
+        Raises:
+          TranslationError: A statement has no rule, or the results differ. The message names the line.
+
+        Examples:
+          >>> import torch, jax.numpy as jnp, jaxfn
+          >>> class TorchCube(torch.autograd.Function):
+          ...     @staticmethod
+          ...     def forward(ctx, x):
+          ...         ctx.save_for_backward(x)
+          ...         return torch.pow(x, 3)  # x * x * x
+          ...     @staticmethod
+          ...     def backward(ctx, grad_output):
+          ...         (x,) = ctx.saved_tensors
+          ...         return 3 * torch.square(x) * grad_output
+          >>> text = jaxfn.from_torch(TorchCube).source(jnp.ones(3))
+          >>> print(text[text.index("class TorchCube") :])
+          class TorchCube(jaxfn.Function):
+              @staticmethod
+              def forward(ctx, x):
+                  ctx.save_for_backward(x)
+                  return x ** 3  # x * x * x
+              @staticmethod
+              def backward(ctx, grad_output):
+                  (x,) = ctx.saved_tensors
+                  return 3 * jnp.square(x) * grad_output
+          <BLANKLINE>
+
+        Torch counterpart: none.
+        """
+        kwargs.pop(cls.adapter.definition.key_name, None)
+        return write_source(cls.torch_function, cls.apply, args, kwargs, examples)
 
 
 class _TracedCall(NamedTuple):

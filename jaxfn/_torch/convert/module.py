@@ -199,8 +199,7 @@ class ConvertedModule(Opaque):
           **kwargs: Keyword arguments of `forward`.
 
         Returns:
-          An object that prints the graph that torch traced, its operations, the operations without a translation, and
-          the JAX code of the translation.
+          An object that prints the graph that torch traced, its operations, and the operations without a translation.
 
         Torch counterpart: none.
         """
@@ -208,6 +207,13 @@ class ConvertedModule(Opaque):
         with _LOCK:
             self._check_mode()
             return self._callable.explain((self.parameters, self.buffers, args, kwargs), 1)
+
+    def source(self, *args: Any, **kwargs: Any) -> str:
+        """Raises `TypeError`: only Functions and Python functions are rewritten."""
+        raise TypeError(
+            f"the source of a module ({type(self.torch_module).__name__}) is not rewritten. Call its conversion, "
+            "jaxfn.from_torch(module).apply, and rewrite the Functions that it applies: jaxfn.from_torch(F).source(x)"
+        )
 
     def _call_module(self, parameters: _Tensors, buffers: _Tensors, args: Any, kwargs: Any) -> tuple[Any, _Tensors]:
         """Calls the module with these tensors; also returns its buffers afterwards."""

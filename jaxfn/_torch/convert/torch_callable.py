@@ -19,6 +19,7 @@ from jaxfn._torch.convert.explain import Explanation, Part
 from jaxfn._torch.convert.nondifferentiable import nondifferentiable
 from jaxfn._torch.convert.traced_code import TensorSpec, TracedCode, get_or_trace
 from jaxfn._torch.graph.recorder import AssumedValue
+from jaxfn._torch.source.source import write_source
 from jaxfn._torch.trace.leaks import checking_leaks
 from jaxfn._torch.trace.scope import trace_scope
 from jaxfn._torch.trace.state import TraceConfig, TraceState
@@ -351,6 +352,12 @@ def convert_callable(function: Callable[..., Any], config: TraceConfig) -> Calla
 
     parameters = list(with_key(list(signature.parameters.values()), code.key_name))
     vars(converted)["__signature__"] = signature.replace(parameters=parameters)
+
+    def source(*args: Any, examples: Sequence[Sequence[Any]] = (), **kwargs: Any) -> str:
+        """Returns the text of a Python module that defines the function for JAX; see `ConvertedFunction.source`."""
+        return write_source(function, converted, args, kwargs, examples)
+
+    vars(converted)["source"] = source
     return converted
 
 

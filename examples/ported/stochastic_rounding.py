@@ -1,0 +1,24 @@
+"""The Function StochasticRounding for JAX, rewritten by jaxfn.
+
+The text is that of examples.ported.originals.StochasticRounding, whose license applies.
+"""
+
+import jax
+import jax.numpy as jnp
+
+import jaxfn
+
+
+class StochasticRounding(jaxfn.Function):
+    """Rounds up or down at random, so that the mean is exact. The gradient is that of the identity."""
+
+    @staticmethod
+    def forward(ctx, x, levels, *, key=None):
+        scaled = x * levels
+        low = jnp.floor(scaled)
+        up = jax.random.uniform(jax.random.fold_in(key, 0), x.shape, x.dtype) < scaled - low
+        return (low + up.astype(x.dtype)) / levels
+
+    @staticmethod
+    def backward(ctx, grad_output):
+        return grad_output, None, None

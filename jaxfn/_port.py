@@ -1,0 +1,160 @@
+"""Files of a port: the rewritten source of torch code, the results of torch, and a test that compares them."""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+import jaxfn
+
+_TEST = '''"""Compares {module}.py with the results of torch, recorded in {module}*.npz. torch is not needed."""
+
+from pathlib import Path
+{imports}
+from {module} import {name}
+
+ORACLES = sorted(Path(__file__).parent.glob("{module}*.npz"))
+
+
+@pytest.mark.parametrize("oracle", ORACLES, ids=lambda path: path.stem)
+def test_parity_with_torch(oracle):
+    assert jaxfn.paritycheck({name}, oracle)
+
+
+{skip}def test_gradients():
+    recorded = np.load(ORACLES[0])
+    assert jaxfn.gradcheck({call}, ({arguments}))
+'''
+_RANDOM_TEST = '''"""Tests {module}.py, which draws random numbers, so that its results are not those of torch."""
+{imports}
+from {module} import {name}
+
+
+def test_equal_keys_give_equal_numbers():
+    generator = np.random.default_rng(0)
+    arguments = ({arguments})
+    first, second = ({call}(*arguments, key=jax.random.key(0)) for _ in range(2))
+    for a, b in zip(jax.tree.leaves(first), jax.tree.leaves(second), strict=True):
+        np.testing.assert_array_equal(a, b)
+'''
+
+
+class Port(NamedTuple):
+    """The written files, and what the test that was written skips or will report.
+
+    Attributes:
+      files: The paths of the module, its test, and the recorded results.
+      notes: What does not hold, in one line each.
+    """
+
+    files: list[Path]
+    notes: list[str]
+
+
+def write_port(original: Any, examples: Sequence[Sequence[Any]], path: Path) -> Port:
+    """Writes the rewritten source of a torch Function or function to `path`, and its test and oracles next to it.
+
+    Raises:
+      TranslationError: The source cannot be rewritten.
+      TypeError: An argument cannot be recorded.
+    """
+    converted: Any = jaxfn.from_torch(original)
+    text = converted.source(*examples[0], examples=examples[1:])
+    path.write_text(text)
+    name = original.__name__
+    is_class = isinstance(original, type)
+    values = {"module": path.stem, "name": name, "call": f"{name}.apply" if is_class else name}
+    test = path.with_name(f"test_{path.name}")
+    if "key=None" in text:
+        values["imports"] = "\nimport jax\nimport numpy as np\n"
+        test.write_text(_RANDOM_TEST.format(arguments=_arguments(examples[0], is_recorded=False), **values))
+        return Port([path, test], [f"{name} draws random numbers: its results are not compared with those of torch"])
+    files, notes = [path, test], []
+    for i, example in enumerate(examples):
+        oracle = path.with_name(f"{path.stem}{f'_{i}' if i else ''}.npz")
+        jaxfn.record_oracle(original, example, oracle)
+        files.append(oracle)
+    port = _load(path, name)
+    reports = [jaxfn.paritycheck(port, oracle, raise_exception=False) for oracle in files[2:]]
+    notes += [f"paritycheck: {str(report).splitlines()[0]}" for report in reports if not report]
+    reason = _gradcheck_error(port.apply if is_class else port, examples[0])
+    skip = "" if reason is None else f"@pytest.mark.skip(reason={reason!r})\n"
+    notes += [] if reason is None else [f"gradcheck: {reason}"]
+    imports = "\nimport numpy as np\nimport pytest\n\nimport jaxfn"
+    arguments = _arguments(examples[0], is_recorded=True)
+    test.write_text(_TEST.format(skip=skip, imports=imports, arguments=arguments, **values))
+    return Port(files, notes)
+
+
+def _load(path: Path, name: str) -> Any:
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return getattr(module, name)
+
+
+def _gradcheck_error(function: Any, example: Sequence[Any]) -> str | None:
+    """Returns why `gradcheck` fails: for a surrogate gradient, for example, as in the torch code."""
+    try:
+        doubles = tuple(
+            x.astype(np.float64) if getattr(getattr(x, "dtype", None), "kind", "") == "f" else x for x in example
+        )
+        return None if jaxfn.gradcheck(function, doubles, raise_exception=False) else "not the derivative of forward"
+    except Exception as error:  # gradcheck, or the function in double precision, raises anything.
+        return (str(error).splitlines() or [type(error).__name__])[0]
+
+
+def _arguments(example: Sequence[Any], *, is_recorded: bool) -> str:
+    """Returns the arguments of a call as code, with arrays from the recorded file or random ones."""
+    texts: list[str] = []
+    num_arrays = 0
+    for value in example:
+        if isinstance(value, (np.ndarray, np.generic)):
+            random = f"generator.random({value.shape}).astype({str(value.dtype)!r})"
+            to_double = ".astype(np.float64)" * (value.dtype.kind == "f")
+            texts.append(f'recorded["input/{num_arrays}"]{to_double}' if is_recorded else random)
+            num_arrays += 1
+        else:
+            texts.append(repr(value))
+    return "".join(f"{text}, " for text in texts).removesuffix(" ")
+
+
+def parse_example(text: str, seed: int) -> tuple[Any, ...]:
+    """Returns the arguments that a text describes, as `float32[3,4], int64[4] < 3, "mean"`.
+
+    `dtype[sizes]` is a random array, an integer one below the number after `<` (default: 2); anything else is a
+    literal of Python.
+
+    Raises:
+      ValueError: The text is not of this form.
+    """
+    generator = np.random.default_rng(seed)
+
+    def value(node: ast.expr) -> Any:
+        limit = 2
+        if isinstance(node, ast.Compare) and isinstance(node.ops[0], ast.Lt):
+            node, limit = node.left, ast.literal_eval(node.comparators[0])
+        if not (isinstance(node, ast.Subscript) and isinstance(node.value, ast.Name)):
+            return ast.literal_eval(node)
+        shape = ast.literal_eval(node.slice)
+        shape = shape if isinstance(shape, tuple) else (shape,)
+        dtype = np.dtype(node.value.id)
+        if dtype.kind in "iub":
+            return np.asarray(generator.integers(0, limit, shape)).astype(dtype)
+        parts = generator.standard_normal((2, *shape))
+        return (parts[0] + 1j * parts[1] if dtype.kind == "c" else parts[0]).astype(dtype)
+
+    try:
+        filled = re.sub(r"\[\s*\]", "[()]", text)  # The sizes of an array without dimensions.
+        (expression,) = ast.parse(f"({filled},)" if text.strip() else "()").body
+        assert isinstance(expression, ast.Expr) and isinstance(expression.value, ast.Tuple)
+        return tuple(map(value, expression.value.elts))
+    except (SyntaxError, TypeError, ValueError, AssertionError) as error:
+        raise ValueError(f"{text!r} is not a list of arguments, as in 'float32[3,4], 2': {error}") from error

@@ -1,0 +1,456 @@
+"""Assembles the written module: imports, constants, helpers, and the rewritten definitions, each once."""
+
+from __future__ import annotations
+
+import ast
+import builtins
+import inspect
+import symtable
+import sys
+import textwrap
+import types
+from collections.abc import Collection, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from jaxfn._torch.source import helpers
+from jaxfn._torch.source.observe import ObservedRun, is_function_class, is_user_function
+from jaxfn._torch.source.rewrite import FunctionRewriter, ReadsVariableError, RewriteOptions, Site
+from jaxfn._torch.source.source_file import SourceFile, Span, bound_names
+from jaxfn._torch.source.spelling import wrap
+from jaxfn._torch.source.typecheck import dtype_text
+from jaxfn._torch.values.errors import TranslationError
+
+_IMPORTS = {
+    "jax": "import jax",
+    "jnp": "import jax.numpy as jnp",
+    "np": "import numpy as np",
+    "lax": "from jax import lax",
+    "jaxfn": "import jaxfn",
+}
+_TYPING = frozenset({"Any", "Optional", "Union", "Tuple", "List", "Dict"})
+# Decorators of torch without an effect on JAX.
+_REMOVED_DECORATORS = frozenset(
+    {"no_grad", "enable_grad", "custom_fwd", "custom_bwd", "compile", "ignore", "unused", "disable", "allow_in_graph"}
+)
+_KEPT_DECORATORS = frozenset({"staticmethod", "classmethod"})
+_DERIVATIVES = ("backward", "vjp", "jvp")
+# Folded into the key of a call to derive the key of its backward, as in converted Functions.
+_BACKWARD_KEY_DATA = 0x6261636B
+_HELPERS_FILE = SourceFile("helpers.py", inspect.getsource(helpers))
+_HELPERS = {node.name: node for node in _HELPERS_FILE.tree.body if isinstance(node, ast.FunctionDef)}
+
+
+class Module(NamedTuple):
+    """A written module.
+
+    Attributes:
+      text: Its text.
+      alternatives: The calls that have a strict spelling.
+      draws: Whether the function takes a random key.
+    """
+
+    text: str
+    alternatives: tuple[Site, ...]
+    draws: bool
+
+
+def write_module(
+    function: Any,
+    observation: ObservedRun,
+    strict: Collection[Site] | None,
+    arguments: Sequence[Any],
+    once_differentiable: bool,
+) -> Module:
+    """Writes the module that defines `function`, and the functions among `arguments`, for JAX.
+
+    Args:
+      function: A Function class or a Python function.
+      observation: What was observed of it.
+      strict: The calls that get the strict spelling; all if it is `None`.
+      arguments: The static arguments of the examples.
+      once_differentiable: Whether second derivatives are to raise.
+    """
+    options = RewriteOptions(observation, strict, _free_names(observation))
+    writer = _Writer(options, function, once_differentiable)
+    writer.add(function)
+    for argument in arguments:
+        if is_user_function(argument) or is_function_class(argument):
+            writer.add(argument)
+    return Module(writer.module_text(), tuple(options.alternatives), writer.draws)
+
+
+def _free_names(observation: ObservedRun) -> dict[str, str]:
+    """Returns names for modules and helpers that the user's code does not use for something else."""
+    taken: set[str] = set()
+    for file, node in observation.functions.values():
+        for n in ast.walk(node):
+            if isinstance(n, (ast.arg, ast.FunctionDef)):
+                taken.add(n.arg if isinstance(n, ast.arg) else n.name)
+            elif isinstance(n, ast.Name):
+                values = observation.values.get((file.path, file.span(n)), [None])
+                is_module = isinstance(values[0], types.ModuleType) and values[0].__name__ == "numpy"
+                if not is_module and (getattr(values[0], "__module__", None) or "").partition(".")[0] != "torch":
+                    taken.add(n.id)
+    return {name: f"{name}_" if name in taken else name for name in (*_IMPORTS, *_HELPERS)}
+
+
+class _Writer:
+    """Collects definitions, each after those that it uses.
+
+    Attributes:
+      draws: Whether the function draws random numbers.
+    """
+
+    def __init__(self, options: RewriteOptions, main: Any, once_differentiable: bool) -> None:
+        self.draws = False
+        self._once_differentiable = once_differentiable
+        self._options = options
+        self._main = main
+        self._parts: dict[str, str] = {}
+        self._objects: dict[str, Any] = {}
+        self._imports: set[str] = set()
+
+    def add(self, value: Any) -> None:
+        """Adds the definition of a function or class, after those that it uses."""
+        name = value.__name__
+        if name in self._objects:
+            if self._objects[name] is not value:
+                raise TranslationError(f"the source cannot be rewritten: two definitions are named {name}. Rename one")
+            return
+        self._objects[name] = value
+        function = _some_method(value) if isinstance(value, type) else inspect.unwrap(value)
+        file, node = self._definition(value, function)
+        self._options.objects.clear()
+        if isinstance(node, ast.ClassDef):
+            edits = self._class_edits(value, file, node)
+        else:
+            edits = self._edits(file, node, value is self._main, value)
+        text = _edited(file, node, edits)
+        draws = self._options.draws
+        self._options.draws = frozenset()
+        if draws:
+            if value is not self._main:
+                raise TranslationError(
+                    f"the source cannot be rewritten: {name} draws random numbers, and is not applied"
+                )
+            text, self.draws = _with_key(text, draws), True
+        self._add_names(text, function, dict(self._options.objects), name)
+        self._parts[name] = text
+
+    def _definition(self, value: Any, function: Any) -> tuple[SourceFile, ast.FunctionDef | ast.ClassDef]:
+        file = self._options.observation.files.of(function)
+        node: Any = file.function(function.__code__)
+        while isinstance(value, type) and node is not None:
+            if isinstance(node, ast.ClassDef) and node.name == value.__name__:
+                break
+            node = file.parents.get(node)
+        if not isinstance(node, (ast.FunctionDef, ast.ClassDef)):
+            raise TranslationError(f"the source of {value.__name__} cannot be rewritten: it is not a def statement")
+        return file, node
+
+    def _edits(self, file: SourceFile, node: ast.FunctionDef, may_draw: bool, function: Any) -> dict[Span, str]:
+        """Returns the edits of a function, whose body raises if no example called it."""
+        statements = self._options.observation.statements
+        has_run = any((file.path, file.span(s)[0]) in statements for s in node.body)
+        in_numpy: frozenset[str] = frozenset()
+        while True:
+            rewriter = FunctionRewriter(file, node, self._options, may_draw, in_numpy)
+            try:
+                rewriter.run() if has_run else rewriter.reject("no example called")
+                break
+            except ReadsVariableError as error:
+                in_numpy |= {error.name}
+        if rewriter.num_draws:
+            self._options.draws |= {node.name}
+        return rewriter.edits | _decorator_edits(file, node, self._options, inspect.unwrap(function) is function)
+
+    def _class_edits(self, value: type, file: SourceFile, node: ast.ClassDef) -> dict[Span, str]:
+        edits: dict[Span, str] = {}
+        for base, base_node in zip(value.__bases__, node.bases, strict=False):
+            if is_function_class(base) and base.__module__.startswith("torch."):
+                edits[file.span(base_node)] = f"{self._options.names['jaxfn']}.Function"
+        for method in node.body:
+            if not isinstance(method, ast.FunctionDef):
+                if not isinstance(method, (ast.Expr, ast.Assign, ast.AnnAssign, ast.Pass)):
+                    line = file.line(method)
+                    raise TranslationError(f"the source cannot be rewritten: the class has other parts{line}")
+                continue
+            may_draw = value is self._main and method.name in ("forward", *_DERIVATIVES)
+            attribute = vars(value).get(method.name)
+            edits |= self._edits(file, method, may_draw, getattr(attribute, "__func__", attribute))
+            decorators = [ast.unparse(d).rpartition(".")[2] for d in method.decorator_list]
+            is_main = value is self._main and method.name in ("backward", "vjp")
+            if is_main and self._once_differentiable and "once_differentiable" not in decorators:
+                start, indent = file.line_span(method.lineno, method.lineno)[0], " " * method.col_offset
+                edits[start, start] = f"{indent}@{self._options.names['jaxfn']}.once_differentiable\n"
+        for decorator in node.decorator_list:  # The class that it returned is the one that is rewritten.
+            assert decorator.end_lineno is not None
+            edits[file.line_span(decorator.lineno, decorator.end_lineno)] = ""
+        return edits
+
+    def _add_names(self, text: str, function: Any, objects: dict[str, Any], where: str) -> None:
+        """Adds everything that the global names in a text denote."""
+        code, closure = function.__code__, function.__closure__ or ()
+        cells = dict(zip(code.co_freevars, closure, strict=False))
+        for name in _global_names(text):
+            if name in self._options.names.values() or name in self._objects or hasattr(builtins, name):
+                continue
+            if name in objects:
+                self._add_value(name, objects[name], function, where)
+            elif name in cells:
+                self._add_value(name, cells[name].cell_contents, function, where)
+            elif name in function.__globals__:
+                self._add_value(name, function.__globals__[name], function, where)
+            elif name in _TYPING:
+                self._imports.add(f"from typing import {name}")
+            else:
+                raise TranslationError(f"the source of {where} cannot be rewritten: {name} is not defined")
+
+    def _add_value(self, name: str, value: Any, function: Any, where: str) -> None:
+        module = getattr(value, "__module__", None) or ""
+        is_standard = module.partition(".")[0] in (sys.stdlib_module_names - {"builtins", "__main__"})
+        if isinstance(value, types.ModuleType):
+            package = value.__name__.partition(".")[0]
+            if package not in sys.stdlib_module_names and package not in ("numpy", "jax", "jaxfn"):
+                raise TranslationError(
+                    f"the source of {where} cannot be rewritten: it uses the module {value.__name__}"
+                )
+            self._imports.add(f"import {value.__name__}" + f" as {name}" * (name != value.__name__))
+        elif is_user_function(value) or is_function_class(value):
+            if value.__name__ != name:
+                raise TranslationError(f"the source of {where} cannot be rewritten: {value.__name__} is named {name}")
+            self.add(value)
+        elif getattr(value, "__name__", "") == "apply" and is_function_class(getattr(value, "__self__", None)):
+            self.add(value.__self__)
+            self._objects[name] = value
+            self._parts[name] = f"{name} = {value.__self__.__name__}.apply"
+        elif is_standard and hasattr(sys.modules[module], name):
+            self._imports.add(f"from {module} import {name}")
+        else:
+            file = self._options.observation.files.of(function)
+            self._objects[name] = value
+            self._parts[name] = _constant_text(name, value, file, where)
+
+    def module_text(self) -> str:
+        """Returns the text of the module."""
+        names = self._options.names
+        constants = [text for text in self._parts.values() if _is_constant(text)]
+        definitions = [text for text in self._parts.values() if not _is_constant(text)]
+        used = _identifiers("\n\n".join(self._parts.values()))
+        needed: set[str] = set()
+        pending = [name for name in _HELPERS if names[name] in used]
+        while pending:
+            name = pending.pop()
+            if name not in needed:
+                needed.add(name)
+                own = _identifiers(_HELPERS_FILE.segment(_HELPERS[name]))
+                rules = [n.name for n in _HELPERS.values() if any(name in ast.unparse(d) for d in n.decorator_list)]
+                pending += [*(own & _HELPERS.keys()), *rules]
+        copied = [self._options.spell(_definition_text(_HELPERS_FILE, _HELPERS[n])) for n in _HELPERS if n in needed]
+        used = _identifiers("\n\n".join((*self._parts.values(), *copied)))
+        imports = {_aliased(line, name, names[name]) for name, line in _IMPORTS.items() if names[name] in used}
+        if copied:
+            modules = {"Any": "typing", "Sequence": "collections.abc", "partial": "functools"}
+            imports |= {f"from {module} import {name}" for name, module in modules.items() if name in used}
+        head = _header(self._main)
+        head = "\n\n".join([head, _sorted_imports(imports | self._imports), *filter(None, ["\n".join(constants)])])
+        text = "\n\n\n".join([head, *copied, *definitions])
+        original = {line.strip() for file in self._options.observation.files.all() for line in file.lines()}
+        lines = text.splitlines()
+        return "\n".join(x if x.strip() in original else wrap(x) for x in lines) + "\n"
+
+
+def _some_method(value: type) -> Any:
+    """Returns a Python function that a class itself defines."""
+    for attribute in vars(value).values():
+        method = getattr(attribute, "__func__", attribute)
+        if isinstance(method, types.FunctionType) and is_user_function(inspect.unwrap(method)):
+            return inspect.unwrap(method)
+    raise TranslationError(f"the source of {value.__name__} cannot be rewritten: it defines no method")
+
+
+def _decorator_edits(
+    file: SourceFile, node: ast.FunctionDef, options: RewriteOptions, is_unchanged: bool
+) -> dict[Span, str]:
+    """Returns the edits of decorators; those that returned the function itself are removed."""
+    edits: dict[Span, str] = {}
+    for decorator in node.decorator_list:
+        called = decorator.func if isinstance(decorator, ast.Call) else decorator
+        name = called.attr if isinstance(called, ast.Attribute) else getattr(called, "id", "")
+        assert decorator.end_lineno is not None
+        if name == "once_differentiable":
+            edits[file.span(decorator)] = f"{options.names['jaxfn']}.once_differentiable"
+        elif name in _KEPT_DECORATORS:
+            continue
+        elif is_unchanged or name in _REMOVED_DECORATORS or node.name == "symbolic":
+            edits[file.line_span(decorator.lineno, decorator.end_lineno)] = ""
+        else:
+            line = file.line(decorator)
+            raise TranslationError(f"the source cannot be rewritten: the decorator {name} has no rule{line}")
+    return edits
+
+
+def _definition_text(file: SourceFile, node: ast.FunctionDef | ast.ClassDef) -> str:
+    return _edited(file, node, {})
+
+
+def _edited(file: SourceFile, node: ast.FunctionDef | ast.ClassDef, edits: dict[Span, str]) -> str:
+    """Returns the text of a definition with parts replaced, without its indentation."""
+    first = min([node.lineno, *(d.lineno for d in node.decorator_list)])
+    position, end = file.line_span(first, first)[0], file.span(node)[1]
+    pieces: list[str] = []
+    for (start, stop), text in sorted(edits.items()):
+        if start < position:  # It is inside a part that was replaced as a whole.
+            continue
+        pieces += [file.slice((position, start)), text]
+        position = stop
+    return textwrap.dedent("".join((*pieces, file.slice((position, end))))).rstrip()
+
+
+def _with_key(text: str, draws: frozenset[str]) -> str:
+    """Adds a random key to the inputs of a Function or a function."""
+    file = SourceFile("", text)
+    definition = file.tree.body[0]
+    assert isinstance(definition, (ast.FunctionDef, ast.ClassDef))
+    body = definition.body if isinstance(definition, ast.ClassDef) else [definition]
+    functions = {n.name: n for n in body if isinstance(n, ast.FunctionDef)}
+    forward = functions["forward"] if isinstance(definition, ast.ClassDef) else definition
+    assert isinstance(forward, ast.FunctionDef)
+    arguments = forward.args
+    if "key" in set().union(*map(bound_names, functions.values())):
+        raise TranslationError(
+            "the source cannot be rewritten: it draws random numbers and has a variable `key`. Rename it"
+        )
+    if arguments.kwarg is not None or "setup_context" in functions:
+        raise TranslationError(
+            "the source cannot be rewritten: it draws random numbers and has **kwargs or setup_context"
+        )
+    parameters = [*arguments.args, *arguments.kwonlyargs, *filter(None, [arguments.vararg])]
+    nodes = [*parameters, *arguments.defaults, *(x for x in arguments.kw_defaults if x is not None)]
+    end = max(file.span(x)[1] for x in nodes)
+    is_keyword_only = bool(arguments.kwonlyargs) or arguments.vararg is not None
+    edits = {(end, end): ", key=None" if is_keyword_only else ", *, key=None"}
+    if isinstance(definition, ast.ClassDef):
+        ctx = arguments.args[0].arg
+        if draws - {"forward"}:
+            edits |= _first_statement(file, forward, f"{ctx}.key = key")
+        for name in draws - {"forward"}:
+            ctx = functions[name].args.args[0].arg
+            key = f"key = jax.random.fold_in({ctx}.key, 0x{_BACKWARD_KEY_DATA:X})"
+            edits |= _first_statement(file, functions[name], key)
+        for name in ("backward", "vjp"):
+            for statement in _returns(functions.get(name)):
+                edits |= _another_gradient(file, statement.value)
+    return _edited(file, definition, edits)
+
+
+def _first_statement(file: SourceFile, node: ast.FunctionDef, line: str) -> dict[Span, str]:
+    """Returns the edit that adds a statement to a function, after its docstring."""
+    first = node.body[1] if ast.get_docstring(node) is not None else node.body[0]
+    start, _ = file.span(first)
+    return {(start, start): f"{line}\n{' ' * first.col_offset}"}
+
+
+def _returns(node: ast.AST | None) -> Iterator[ast.Return]:
+    """Yields the return statements of a function, without those of functions inside it."""
+    for child in () if node is None else ast.iter_child_nodes(node):
+        if isinstance(child, ast.Return):
+            yield child
+        elif not isinstance(child, (ast.FunctionDef, ast.Lambda)):
+            yield from _returns(child)
+
+
+def _another_gradient(file: SourceFile, value: ast.expr | None) -> dict[Span, str]:
+    """Returns the edits that add `None`, the gradient of the key, to returned gradients."""
+    if value is None:
+        return {}
+    _, end = file.span(value)
+    if isinstance(value, ast.Tuple):
+        last = file.span(value.elts[-1])[1]
+        return {(last, last): ", None"}
+    if isinstance(value, ast.Call):
+        raise TranslationError("the source cannot be rewritten: backward draws random numbers and returns a call")
+    return {(end, end): ", None"}
+
+
+def _global_names(text: str) -> list[str]:
+    """Returns the names that a definition reads from its module, in order."""
+    found: dict[str, None] = {}
+    pending = [symtable.symtable(text, "<source>", "exec")]
+    while pending:
+        table = pending.pop(0)
+        names = [
+            s for s in table.get_symbols() if s.is_referenced() and (s.is_global() or table.get_type() == "module")
+        ]
+        found |= {s.get_name(): None for s in names if not (table.get_type() == "module" and s.is_assigned())}
+        pending += table.get_children()
+    order = [n.id for n in ast.walk(ast.parse(text)) if isinstance(n, ast.Name)]
+    return sorted(found, key=lambda name: order.index(name) if name in order else 0)
+
+
+def _identifiers(text: str) -> set[str]:
+    return {n.id for n in ast.walk(ast.parse(text)) if isinstance(n, ast.Name)}
+
+
+def _is_constant(text: str) -> bool:
+    return not text.startswith(("def ", "class ", "@")) and not text.endswith(".apply")
+
+
+def _constant_text(name: str, value: Any, file: SourceFile, where: str) -> str:
+    """Returns the assignment of a constant, that of the user's file if it has a literal."""
+    for statement in file.tree.body:
+        if isinstance(statement, ast.Assign) and [ast.unparse(t) for t in statement.targets] == [name]:
+            try:
+                if ast.literal_eval(statement.value) == value:
+                    assert statement.end_lineno is not None
+                    return file.slice(file.line_span(statement.lineno, statement.end_lineno)).rstrip()
+            except ValueError:
+                break
+    return f"{name} = {_literal(name, value, where)}"
+
+
+def _literal(name: str, value: Any, where: str) -> str:
+    if isinstance(value, torch.dtype):
+        return dtype_text(value)
+    if isinstance(value, float) and not np.isfinite(value):
+        return f'float("{value}")'
+    if value is None or isinstance(value, (bool, int, float, complex, str)):
+        return repr(value)
+    if isinstance(value, (tuple, list)):
+        items = ", ".join(_literal(name, x, where) for x in value)
+        return f"({items}{',' * (len(value) == 1)})" if isinstance(value, tuple) else f"[{items}]"
+    if isinstance(value, dict):
+        return f"{{{', '.join(f'{k!r}: {_literal(name, v, where)}' for k, v in value.items())}}}"
+    raise TranslationError(
+        f"the source of {where} cannot be rewritten: {name} is a {type(value).__name__} outside the function. Pass it "
+        "as an argument"
+    )
+
+
+def _aliased(line: str, name: str, new: str) -> str:
+    return line if name == new else f"{line.removesuffix(f' as {name}')} as {new}"
+
+
+def _sorted_imports(lines: Collection[str]) -> str:
+    """Sorts imports as isort does: the standard library, other packages, jaxfn."""
+    packages = {line: line.split()[1].partition(".")[0] for line in lines}
+    sections: list[list[str]] = [[], [], []]
+    for line in sorted(lines, key=lambda line: (line.startswith("from"), line.split()[1], line)):
+        package = packages[line]
+        sections[0 if package in sys.stdlib_module_names else 2 if package == "jaxfn" else 1].append(line)
+    return "\n\n".join("\n".join(section) for section in sections if section)
+
+
+def _header(function: Any) -> str:
+    """Returns the docstring of the module."""
+    kind = "The Function" if isinstance(function, type) else "The function"
+    name = f"{function.__module__}.{function.__qualname__}"
+    lines = [
+        f"{kind} {function.__name__} for JAX, rewritten by jaxfn.",
+        "",
+        f"The text is that of {name}, whose license applies.",
+    ]
+    return '"""' + "\n".join(lines) + '\n"""'

@@ -1,0 +1,429 @@
+"""Observation of torch code while it runs: the values of its expressions, the statements that ran, in-place updates.
+
+The code of each of the user's functions is replaced by an instrumented copy while the example runs.
+"""
+
+from __future__ import annotations
+
+import ast
+import copy
+import inspect
+import linecache
+import threading
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from types import BuiltinFunctionType, CodeType, FunctionType, MethodType
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+from torch.utils import _pytree as torch_tree
+
+from jaxfn._torch.graph.source_lines import is_user_code
+from jaxfn._torch.source.source_file import FunctionNode, SourceFile, SourceFiles, Span, bound_names, root_name
+from jaxfn._torch.values.errors import TranslationError
+
+METHODS = ("forward", "backward", "vjp", "setup_context", "jvp", "vmap")
+
+_HOOKS = "_jaxfn_observation"
+_FRAME = "_jaxfn_frame"
+_CONSTANT = "_jaxfn_is_constant"
+# The number of observed values of an expression that are stored, and of those with copies of tensors.
+_MAX_VALUES, _MAX_COPIES = 64, 2
+_CODE_LOCK = threading.RLock()
+
+
+@dataclass(frozen=True)
+class ObservedTensor:
+    """A tensor at the time when an expression had it as its value.
+
+    Attributes:
+      is_constant: Whether it depends on no argument.
+      is_fresh: Whether it shares its storage with no tensor that was observed before.
+      value: A copy of its values, for the first observations of an expression.
+    """
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    is_constant: bool
+    is_fresh: bool
+    value: torch.Tensor | None
+
+    @property
+    def ndim(self) -> int:
+        return len(self.shape)
+
+
+@dataclass
+class ObservedRun:
+    """Observations of the user's functions.
+
+    Attributes:
+      values: The values of each expression, by file and position, with `ObservedTensor`s for tensors.
+      statements: The file and position of each statement that ran.
+      functions: The file and definition of each function that was instrumented.
+      stale: The reads of variables whose memory was updated through another variable, each with a message.
+    """
+
+    files: SourceFiles = field(default_factory=SourceFiles)
+    values: dict[tuple[str, Span], list[Any]] = field(default_factory=dict)
+    statements: set[tuple[str, int]] = field(default_factory=set)
+    functions: dict[CodeType, tuple[SourceFile, FunctionNode]] = field(default_factory=dict)
+    stale: dict[tuple[str, Span], str] = field(default_factory=dict)
+
+
+def observe(function: Any, run: Callable[[], None]) -> ObservedRun:
+    """Calls `run`, which calls `function` (a Function class or a Python function), and returns what was observed."""
+    with _CODE_LOCK:
+        hooks = _Instrumentation()
+        try:
+            hooks.instrument(function)
+            with hooks:
+                run()
+        finally:
+            hooks.restore()
+        return hooks.observation
+
+
+def is_user_function(value: Any) -> bool:
+    """Whether a value is a Python function of the user's code."""
+    if not isinstance(value, FunctionType):
+        return False
+    path = value.__code__.co_filename
+    is_interactive = path.startswith("<") and bool(linecache.getlines(path, value.__globals__))
+    return is_interactive or is_user_code(path)
+
+
+def is_function_class(value: Any) -> bool:
+    """Whether a value is a torch Function class."""
+    return isinstance(value, type) and issubclass(value, torch.autograd.Function)
+
+
+def methods_of(function: type) -> Iterable[FunctionType]:
+    """Yields the Python functions of a class and its bases."""
+    for base in function.__mro__:
+        for attribute in vars(base).values():
+            method = getattr(attribute, "__func__", attribute)
+            if isinstance(method, FunctionType) and is_user_function(inspect.unwrap(method)):
+                yield inspect.unwrap(method)
+
+
+class _Instrumentation(TorchFunctionMode):
+    """The functions that instrumented code calls. As a mode, it sees in-place updates and constant tensors."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.observation = ObservedRun()
+        self._spans: list[tuple[str, Span]] = []
+        self._old_code: list[tuple[FunctionType, CodeType]] = []
+        self._globals: list[dict[str, Any]] = []
+        self._updates: dict[int, int] = {}
+        self._bindings: dict[tuple[object, str], int | None] = {}
+        self._storages: dict[int, Any] = {}  # They stay alive, so that addresses are unique.
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        tensors = [x for x in torch_tree.tree_leaves((args, kwargs or {})) if isinstance(x, torch.Tensor)]
+        versions = [_version(x) for x in tensors]
+        returned = func(*args, **(kwargs or {}))
+        updated = [x for x, version in zip(tensors, versions, strict=True) if _version(x) != version]
+        for tensor in updated:
+            if (address := self._address(tensor)) is not None:
+                self._updates[address] = self._num_updates(address) + 1
+        if all(_CONSTANT in vars(x) for x in tensors):
+            for x in torch_tree.tree_leaves(returned):
+                if isinstance(x, torch.Tensor):
+                    vars(x)[_CONSTANT] = True
+        else:
+            for tensor in updated:
+                vars(tensor).pop(_CONSTANT, None)
+        return returned
+
+    # Called by instrumented code
+
+    def value(self, index: int, value: Any) -> Any:
+        """Records an expression's value, and returns it."""
+        seen = self.observation.values.setdefault(self._spans[index], [])
+        if len(seen) < _MAX_VALUES:
+            seen.append(self._describe(value, len(seen) < _MAX_COPIES))
+        self.instrument(value)
+        return value
+
+    def load(self, index: int, frame: object, name: str, value: Any) -> Any:
+        """Records a variable's value, and whether its memory was updated after the variable was assigned."""
+        if isinstance(value, torch.Tensor):
+            bound, address = self._bindings.get((frame, name)), self._address(value)
+            if bound is not None and address is not None and bound != self._num_updates(address):
+                self.observation.stale[self._spans[index]] = (
+                    f"{name} is read after an in-place update, through another variable, of memory that they share. "
+                    "JAX arrays share none. Update a copy, `tensor.clone()`, or use the variable that was updated"
+                )
+        return self.value(index, value)
+
+    def ran(self, index: int) -> None:
+        """Records that a statement runs."""
+        path, (start, _) = self._spans[index]
+        self.observation.statements.add((path, start))
+
+    def enter(self, parameters: Mapping[str, Any]) -> object:
+        """Returns a new identity for a call of a function, with the parameters as its variables."""
+        frame = object()
+        self.bind(frame, parameters)
+        return frame
+
+    def bind(self, frame: object, variables: Mapping[str, Any]) -> None:
+        """Records that variables have new values."""
+        for name, value in variables.items():
+            address = self._address(value) if isinstance(value, torch.Tensor) else None
+            self._bindings[frame, name] = None if address is None else self._num_updates(address)
+
+    def _num_updates(self, address: int) -> int:
+        return self._updates.get(address, 0)
+
+    def _address(self, tensor: torch.Tensor) -> int | None:
+        """Returns the address of a tensor's storage, which other tensors may share."""
+        with torch.DisableTorchFunction():
+            try:
+                storage = tensor.untyped_storage()
+                address = storage.data_ptr()
+            except (RuntimeError, NotImplementedError):  # It has no storage.
+                return None
+        if address:
+            self._storages.setdefault(address, storage)
+        return address or None
+
+    def _describe(self, value: Any, with_copy: bool) -> Any:
+        if isinstance(value, torch.Tensor):
+            num_known = len(self._storages)
+            is_fresh = self._address(value) is None or len(self._storages) > num_known
+            with torch.DisableTorchFunction(), torch.no_grad():
+                try:
+                    copied = value.detach().clone() if with_copy else None
+                except RuntimeError:  # A functorch level has ended.
+                    copied = None
+                return ObservedTensor(value.dtype, tuple(value.shape), _CONSTANT in vars(value), is_fresh, copied)
+        if isinstance(value, (list, tuple)):
+            items = [self._describe(x, with_copy) for x in value]
+            return items if isinstance(value, list) else value if type(value) is torch.Size else tuple(items)
+        if type(value) is dict:
+            return {name: self._describe(x, with_copy) for name, x in value.items()}
+        return value
+
+    # Instrumentation
+
+    def instrument(self, value: Any) -> None:
+        """Instruments the code of a function or a class of the user's, if that is what `value` is."""
+        owner = getattr(value, "__self__", None)
+        if isinstance(value, (BuiltinFunctionType, MethodType)) and is_function_class(owner):
+            value = owner  # `apply`, or another method of a Function class.
+        elif isinstance(value, MethodType):
+            value = value.__func__
+        if isinstance(value, type):
+            if is_function_class(value):
+                for method in methods_of(value):
+                    self._instrument_function(method)
+        elif isinstance(value, FunctionType):
+            self._instrument_function(inspect.unwrap(value))
+
+    def _instrument_function(self, function: Any) -> None:
+        if function.__code__ in self.observation.functions or not is_user_function(function):
+            return
+        if any(function is old for old, _ in self._old_code):
+            return
+        file = self.observation.files.of(function)
+        node = file.function(function.__code__)
+        if node is None:
+            return
+        self.observation.functions[function.__code__] = file, node
+        code = _compile(_Instrument(self, file).function(node), function, file.path)
+        self._old_code.append((function, function.__code__))
+        self._globals.append(function.__globals__)
+        function.__globals__[_HOOKS] = self
+        function.__code__ = code
+
+    def index(self, path: str, span: Span) -> int:
+        """Returns the number by which instrumented code names a position."""
+        self._spans.append((path, span))
+        return len(self._spans) - 1
+
+    def restore(self) -> None:
+        """Gives all functions their own code again."""
+        for function, code in self._old_code:
+            function.__code__ = code
+        for names in self._globals:
+            names.pop(_HOOKS, None)
+
+
+def _version(tensor: torch.Tensor) -> int:
+    with torch.DisableTorchFunction():
+        return 0 if tensor.is_inference() else tensor._version
+
+
+def _compile(node: FunctionNode, function: FunctionType, path: str) -> CodeType:
+    """Compiles an instrumented definition to code that can replace that of `function`."""
+    old, name = function.__code__, "_jaxfn_inner"
+    if isinstance(node, ast.FunctionDef):
+        node.name = name  # Not its own name, which would become a variable of the closure in a recursive function.
+    body: ast.stmt = node if isinstance(node, ast.FunctionDef) else ast.Assign([ast.Name(name, ast.Store())], node)
+    free = [ast.arg(x) for x in old.co_freevars]
+    outer = ast.FunctionDef("outer", ast.arguments([], free, None, [], [], None, []), [body], [])
+    if "type_params" in ast.FunctionDef._fields:  # Python 3.12 and newer.
+        outer.type_params = []  # pyright: ignore[reportAttributeAccessIssue]
+    compiled = compile(ast.fix_missing_locations(ast.Module([outer], [])), path, "exec")
+    (outer_code,) = (x for x in compiled.co_consts if isinstance(x, CodeType))
+    for code in outer_code.co_consts:
+        if isinstance(code, CodeType) and code.co_name in (name, "<lambda>") and code.co_freevars == old.co_freevars:
+            return code.replace(co_name=old.co_name, co_qualname=old.co_qualname)
+    raise TranslationError(f"{function.__qualname__} cannot be observed: its closure cannot be copied")
+
+
+class _Instrument(ast.NodeTransformer):
+    """Adds calls of the hooks to a function's definition."""
+
+    def __init__(self, hooks: _Instrumentation, file: SourceFile) -> None:
+        self._hooks = hooks
+        self._file = file
+        self._variables: set[str] = set()
+
+    def function(self, node: FunctionNode) -> FunctionNode:
+        new = copy.deepcopy(node)
+        if isinstance(new, ast.FunctionDef):
+            new.decorator_list = []
+        return self.visit(new)
+
+    def _call(self, hook: str, *arguments: ast.expr) -> ast.Call:
+        function = ast.Attribute(ast.Name(_HOOKS, ast.Load()), hook, ast.Load())
+        return ast.Call(function, list(arguments), [])
+
+    def _index(self, node: Any) -> ast.Constant:
+        return ast.Constant(self._hooks.index(self._file.path, self._file.span(node)))
+
+    def _variables_dict(self, names: Iterable[str]) -> ast.Dict:
+        found = sorted(names)
+        return ast.Dict([ast.Constant(name) for name in found], [ast.Name(name, ast.Load()) for name in found])
+
+    def _expression(self, node: ast.AST) -> Any:
+        if not isinstance(getattr(node, "ctx", ast.Load()), ast.Load):
+            return self.generic_visit(node)
+        index = self._index(node)
+        visited: Any = self.generic_visit(node)
+        call = self._call("value", index, visited)
+        return ast.copy_location(call, node)
+
+    visit_Attribute = visit_Subscript = visit_Call = visit_BinOp = visit_UnaryOp = _expression  # noqa: N815
+    visit_BoolOp = visit_Compare = visit_IfExp = visit_List = visit_Tuple = visit_Dict = _expression  # noqa: N815
+    visit_ListComp = _expression  # noqa: N815
+
+    def visit_Name(self, node: ast.Name) -> Any:
+        if not isinstance(node.ctx, ast.Load):
+            return node
+        if node.id not in self._variables:
+            return ast.copy_location(self._call("value", self._index(node), node), node)
+        frame = ast.Name(_FRAME, ast.Load())
+        return ast.copy_location(self._call("load", self._index(node), frame, ast.Constant(node.id), node), node)
+
+    def visit_JoinedStr(self, node: ast.JoinedStr) -> Any:
+        return node
+
+    def visit_Lambda(self, node: ast.Lambda) -> Any:
+        outer, self._variables = self._variables, set()
+        node.body = self.visit(node.body)
+        self._variables = outer
+        return node
+
+    def visit_FunctionDef(self, node: ast.FunctionDef) -> Any:
+        outer = self._variables
+        undeclared = {name for n in ast.walk(node) if isinstance(n, (ast.Global, ast.Nonlocal)) for name in n.names}
+        self._variables = bound_names(node) - undeclared
+        arguments = node.args
+        parameters = [*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs]
+        entered = self._call("enter", self._variables_dict(x.arg for x in parameters))
+        first: ast.stmt = ast.Assign([ast.Name(_FRAME, ast.Store())], entered)
+        node.body = [first, *self._statements(node.body)]
+        self._variables = outer
+        return node
+
+    def visit_ClassDef(self, node: ast.ClassDef) -> Any:
+        return node
+
+    def _statements(self, body: list[ast.stmt]) -> list[ast.stmt]:
+        new: list[ast.stmt] = []
+        for statement in body:
+            if isinstance(statement, (ast.Global, ast.Nonlocal)):
+                new.append(statement)
+                continue
+            new.append(ast.copy_location(ast.Expr(self._call("ran", self._index(statement))), statement))
+            if isinstance(statement, ast.AugAssign) and isinstance(statement.target, ast.Name):
+                read = ast.copy_location(ast.Name(statement.target.id, ast.Load()), statement.target)
+                new.append(ast.copy_location(ast.Expr(self.visit(read)), statement))
+            updated = self._updated_variables(statement)
+            new.append(self._statement(statement))
+            if updated:
+                new.append(self._bind(updated))
+        return new
+
+    def _bind(self, names: set[str]) -> ast.stmt:
+        return ast.Expr(self._call("bind", ast.Name(_FRAME, ast.Load()), self._variables_dict(names)))
+
+    def _updated_variables(self, statement: ast.stmt) -> set[str]:
+        """Returns the variables that a simple statement assigns or updates in place."""
+        names: set[str] = set()
+        if isinstance(statement, (ast.Assign, ast.AugAssign, ast.AnnAssign, ast.Expr, ast.Return)):
+            for node in ast.walk(statement):
+                root = None
+                if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+                    root = node
+                elif isinstance(node, (ast.Subscript, ast.Attribute)) and isinstance(node.ctx, ast.Store):
+                    root = root_name(node)
+                elif isinstance(node, ast.Call) and not isinstance(statement, ast.Return):
+                    root = updated_variable(node, self._variables)
+                if root is not None and root.id in self._variables:
+                    names.add(root.id)
+            if isinstance(statement, ast.AnnAssign) and statement.value is None:
+                return set()
+        return names - _comprehension_names(statement)
+
+    def _statement(self, statement: ast.stmt) -> ast.stmt:
+        if isinstance(statement, (ast.FunctionDef, ast.ClassDef)):
+            return self.visit(statement)
+        for name, value in ast.iter_fields(statement):
+            if name in ("body", "orelse", "finalbody"):
+                body = self._statements(value)
+                if name == "body" and isinstance(statement, (ast.For, ast.With)):
+                    body = [*self._bind_targets(statement), *body]
+                setattr(statement, name, body)
+            elif name == "handlers":
+                for handler in value:
+                    handler.body = self._statements(handler.body)
+            elif name == "annotation":
+                continue
+            elif isinstance(value, ast.expr):
+                setattr(statement, name, self.visit(value))
+            elif isinstance(value, list):
+                nodes = (ast.expr, ast.keyword, ast.withitem)
+                setattr(statement, name, [self.visit(x) if isinstance(x, nodes) else x for x in value])
+        return statement
+
+    def _bind_targets(self, statement: ast.For | ast.With) -> list[ast.stmt]:
+        targets = [statement.target] if isinstance(statement, ast.For) else [i.optional_vars for i in statement.items]
+        nodes = [node for target in targets if target is not None for node in ast.walk(target)]
+        names = {node.id for node in nodes if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)}
+        return [self._bind(names)] if names else []
+
+
+def updated_variable(call: ast.Call, variables: set[str]) -> ast.Name | None:
+    """Returns the variable that a call such as `x.add_(1)` or `relu(x, inplace=True)` updates, by its name alone."""
+    function, keywords = call.func, {keyword.arg: keyword.value for keyword in call.keywords}
+    name = function.attr if isinstance(function, ast.Attribute) else getattr(function, "id", "")
+    if not (name.endswith("_") and not name.endswith("__")) and not {"inplace", "out"} & {*keywords}:
+        return None
+    candidates = [keywords.get("out"), getattr(function, "value", None), *call.args[:1], keywords.get("input")]
+    roots = [root_name(node) for node in candidates if node is not None]
+    return next((root for root in roots if root is not None and root.id in variables), None)
+
+
+def _comprehension_names(node: ast.AST) -> set[str]:
+    comprehensions = [x for x in ast.walk(node) if isinstance(x, ast.comprehension)]
+    targets = [name for x in comprehensions for name in ast.walk(x.target)]
+    return {name.id for name in targets if isinstance(name, ast.Name)}

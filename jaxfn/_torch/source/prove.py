@@ -1,0 +1,308 @@
+"""Comparison of a written module with the converted torch code: outputs, gradients and second derivatives."""
+
+from __future__ import annotations
+
+import linecache
+import types
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import torch
+
+from jaxfn._torch.source.module import Module
+from jaxfn._torch.source.observe import is_function_class, is_user_function
+from jaxfn._torch.source.samples import Example, subsets, variations
+from jaxfn._torch.source.typecheck import numpy_dtype
+from jaxfn._torch.values.errors import TranslationError
+
+_RTOL = {"float16": 4e-3, "bfloat16": 3e-2, "float32": 3e-5, "complex64": 3e-5}
+_RTOL_DOUBLE = 1e-9
+# The largest relative difference in single precision that may be rounding, if the results in double precision agree.
+_MAX_ROUNDING = 1e-2
+EXAMPLE = "the example"
+# Compilation without optimization, which the comparison does not need.
+_COMPILER_OPTIONS = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
+
+
+class Difference(NamedTuple):
+    """A difference between the written module and the converted code.
+
+    Attributes:
+      quantity: 0 for outputs, 1 for gradients, 2 for second derivatives.
+      group: The group of samples in which it was found.
+    """
+
+    quantity: int
+    group: Group
+    text: str
+
+
+class Group(NamedTuple):
+    """Samples of one shape and dtype.
+
+    Attributes:
+      example: An example with these shapes and Python values.
+      wanted: The indices of the leaves that are differentiated.
+      x64: Whether x64 is on.
+      is_double: Whether the example's arrays are in double precision.
+      varies: Whether other values than the example's are compared.
+    """
+
+    what: str
+    example: Example
+    wanted: tuple[int, ...]
+    x64: bool
+    is_double: bool
+    varies: bool
+
+
+def load(module: Module, name: str) -> types.ModuleType:
+    """Executes a module's text."""
+    path = f"<{name}, rewritten for JAX>"
+    lines = module.text.splitlines(keepends=True)
+    linecache.cache[path] = (len(module.text), None, lines, path)
+    loaded = types.ModuleType(f"_rewritten_{name}")
+    exec(compile(module.text, path, "exec"), vars(loaded))
+    return loaded
+
+
+def port_value(value: Any, module: types.ModuleType) -> Any:
+    """Returns a static argument of the torch code as the written module takes it."""
+    if isinstance(value, torch.dtype):
+        return numpy_dtype(value)
+    if isinstance(value, torch.device):
+        return str(value)
+    if is_user_function(value) or is_function_class(value):
+        return getattr(module, value.__name__)
+    if type(value).__module__.partition(".")[0] == "torch" or (getattr(value, "__module__", None) or "").startswith(
+        "torch"
+    ):
+        raise TranslationError(
+            f"the source cannot be rewritten: an argument is a {type(value).__name__} of torch. Convert the Function "
+            "with jaxfn.from_torch, which takes it as a constant"
+        )
+    return value
+
+
+def make_groups(examples: Sequence[Example], sizes: Sequence[Example]) -> Iterator[Group]:
+    """Yields the groups of samples."""
+    for example in examples:
+        inexact = example.inexact
+        yield Group(EXAMPLE, example, tuple(inexact), False, False, True)
+        for wanted in subsets(inexact):
+            if wanted and wanted != tuple(inexact):
+                what = f"the derivative by input {', '.join(map(str, wanted))} alone"
+                yield Group(what, example, wanted, False, False, False)
+        yield Group("x64", example, tuple(inexact), True, False, False)
+        yield Group("double precision", example.map(in_double, inexact), tuple(inexact), True, True, False)
+    for example in sizes:
+        yield Group("another size", example, tuple(example.inexact), False, False, True)
+
+
+def in_double(x: Any) -> Any:
+    """Returns an array in double precision."""
+    return x.astype(np.complex128 if x.dtype.kind == "c" else np.float64)
+
+
+class Proof:
+    """Compares written modules with converted code.
+
+    Args:
+      oracle: The converted code, a function of arrays.
+      name: The name of the function in the written modules.
+      constants: Numbers at which the code may have ties.
+      is_valid: Whether torch accepts an example.
+    """
+
+    def __init__(
+        self,
+        oracle: Callable[..., Any],
+        name: str,
+        constants: Sequence[float],
+        is_valid: Callable[[Example], bool],
+    ) -> None:
+        self._oracle = oracle
+        self._name = name
+        self._constants = constants
+        self._is_valid = is_valid
+        self._orders: dict[int, int] = {}
+        self._samples: dict[int, list[tuple[str, Example]]] = {}
+
+    def order(self, group: Group) -> int:
+        """Returns the highest order of derivatives that the converted code has, up to 2; -1 if it cannot be called."""
+        if id(group) not in self._orders:
+            program = self._oracle_program(group)
+            with warnings.catch_warnings(), jax.enable_x64(group.x64):
+                warnings.simplefilter("ignore")
+                self._orders[id(group)] = next(
+                    (order for order in (2, 1, 0) if program.error(group.example, order) is None), -1
+                )
+        return self._orders[id(group)]
+
+    def oracle_error(self, group: Group, order: int) -> Exception | None:
+        """Returns the error of the converted code's derivatives of an order."""
+        return self._oracle_program(group).error(group.example, order)
+
+    def first_difference(self, module: Module, groups: Sequence[Group], order: int) -> Difference | None:
+        """Returns the first difference in derivatives up to an order; `None` if there is none."""
+        loaded = load(module, self._name)
+        port = getattr(loaded, self._name)
+        port = port.apply if isinstance(port, type) else port
+        for group in groups:
+            with warnings.catch_warnings(), jax.enable_x64(group.x64):
+                warnings.simplefilter("ignore")
+                found = self._compare(group, port, loaded, module.draws, min(order, self.order(group)))
+            if found is not None:
+                return found
+        return None
+
+    def _oracle_program(self, group: Group) -> _Program:
+        return _Program(self._oracle, group.example, group.wanted, {"key": jax.random.key(7)})
+
+    def _compare(
+        self, group: Group, port: Callable[..., Any], loaded: Any, draws: bool, order: int
+    ) -> Difference | None:
+        if order < 0:
+            return None
+        options = {"key": jax.random.key(7)} if draws else {}
+        statics = [i for i in range(len(group.example.leaves)) if i not in group.example.arrays]
+        ported = group.example.map(lambda x: port_value(x, loaded), statics)
+        ours, theirs = _Program(port, ported, group.wanted, options), self._oracle_program(group)
+        for i in range(order + 1):
+            error = ours.error(group.example, i)
+            if error is not None:
+                return Difference(i, group, f"{type(error).__name__}: {(str(error).strip() or '-').splitlines()[0]}")
+        if group.what == EXAMPLE and order == 1 and ours.error(group.example, 2) is None:
+            return Difference(2, group, "the converted Function has none")
+        compiled = _compile(ours, theirs, order, ours.arrays(group.example))
+        for what, sample in self._samples_of(group):
+            found, expected = compiled(ours.arrays(sample))
+            for quantity, (a, b) in enumerate(zip(found, expected, strict=True)):
+                text = _difference(a, b)
+                if text is not None and not (
+                    not group.x64
+                    and _difference(a, b, _MAX_ROUNDING) is None
+                    and self._agree_in_double(sample, group, ours, order, quantity)
+                ):
+                    return Difference(quantity, group, f"{text}, {what}")
+        return None
+
+    def _samples_of(self, group: Group) -> list[tuple[str, Example]]:
+        """Returns the samples of a group that torch accepts."""
+        if id(group) not in self._samples:
+            found = variations(group.example, self._constants) if group.varies else [("at the example", group.example)]
+            self._samples[id(group)] = [x for i, x in enumerate(found) if not i or self._is_valid(x[1])]
+        return self._samples[id(group)]
+
+    def _agree_in_double(self, sample: Example, group: Group, ours: _Program, order: int, quantity: int) -> bool:
+        """Whether a difference vanishes in double precision, so that it is rounding."""
+        doubled = group._replace(example=sample.map(in_double, sample.inexact))
+        theirs = self._oracle_program(doubled)
+        with jax.enable_x64(True):
+            arrays = ours.arrays(doubled.example)
+            try:
+                found, expected = _compile(ours, theirs, order, arrays)(arrays)
+            except Exception:  # The code may not accept double precision.
+                return False
+        return _difference(found[quantity], expected[quantity], 1e-7) is None
+
+
+class _Program:
+    """A function's outputs, gradients and second derivatives as a function of its arrays."""
+
+    def __init__(
+        self, function: Callable[..., Any], example: Example, wanted: Sequence[int], options: dict[str, Any]
+    ) -> None:
+        self._function = function
+        self._example = example
+        self._wanted = wanted
+        self._options = options
+
+    def error(self, example: Example, order: int) -> Exception | None:
+        """Returns the error of derivatives up to an order, as JAX traces them."""
+        try:
+            jax.eval_shape(partial(self.run, order=order), self.arrays(example))
+        except Exception as error:
+            return error
+        return None
+
+    def arrays(self, example: Example) -> list[jax.Array]:
+        return [jnp.asarray(example.leaves[i]) for i in example.arrays]
+
+    def run(self, arrays: Sequence[jax.Array], order: int) -> list[list[jax.Array]]:
+        """Returns lists of outputs, gradients and second derivatives, up to an order."""
+        leaves: list[Any] = list(self._example.leaves)
+        for i, x in zip(self._example.arrays, arrays, strict=True):
+            leaves[i] = x
+        others: list[list[jax.Array]] = []
+
+        def outputs(wanted: list[jax.Array]) -> list[jax.Array]:
+            full = list(leaves)
+            for i, x in zip(self._wanted, wanted, strict=True):
+                full[i] = x
+            args, kwargs = self._example.arguments(full)
+            returned = jax.tree_util.tree_leaves(self._function(*args, **kwargs, **self._options))
+            arrays = [jnp.asarray(x) for x in returned]
+            others.append([x for x in arrays if not jnp.issubdtype(x.dtype, jnp.inexact)])
+            return [x for x in arrays if jnp.issubdtype(x.dtype, jnp.inexact)]
+
+        wanted = [leaves[i] for i in self._wanted]
+        if order == 0 or not wanted:
+            return [[*outputs(wanted), *others[-1]]]
+
+        def gradients(wanted: list[jax.Array], weights: list[jax.Array]) -> list[jax.Array]:
+            return jax.vjp(outputs, wanted)[1](weights)[0]
+
+        values, pullback = jax.vjp(outputs, wanted)
+        weights = [_weights(x, i) for i, x in enumerate(values)]
+        results = [[*values, *map(jax.lax.stop_gradient, others[-1])], pullback(weights)[0]]
+        if order == 1:
+            return results
+        found, second = jax.vjp(gradients, wanted, weights)
+        by_inputs, by_weights = second([_weights(x, i + 20) for i, x in enumerate(found)])
+        return [*results, [*by_inputs, *by_weights]]
+
+
+def _weights(x: jax.Array, seed: int) -> jax.Array:
+    numbers = np.random.default_rng(seed).uniform(0.5, 1.5, x.shape)
+    if jnp.issubdtype(x.dtype, jnp.complexfloating):
+        numbers = numbers * np.exp(1j * np.arange(x.size).reshape(x.shape))
+    return jnp.asarray(numbers, x.dtype)
+
+
+def _compile(ours: _Program, theirs: _Program, order: int, arrays: Sequence[jax.Array]) -> Callable[..., Any]:
+    def both(xs: Sequence[jax.Array]) -> tuple[Any, Any]:
+        return ours.run(xs, order), theirs.run(xs, order)
+
+    options: Any = _COMPILER_OPTIONS
+    return jax.jit(both).lower(arrays).compile(compiler_options=options)
+
+
+def _difference(ours: Sequence[Any], expected: Sequence[Any], rtol: float | None = None) -> str | None:
+    """Returns how two lists of arrays differ; `None` if they agree."""
+    if len(ours) != len(expected):
+        return f"{len(ours)} arrays instead of {len(expected)}"
+    for i, (a, b) in enumerate(zip(map(np.asarray, ours), map(np.asarray, expected), strict=True)):
+        if a.shape != b.shape or a.dtype != b.dtype:
+            return f"array {i} is {a.dtype}{list(a.shape)} instead of {b.dtype}{list(b.shape)}"
+        if not jnp.issubdtype(b.dtype, jnp.inexact):
+            if not np.array_equal(a, b):
+                return f"array {i} has other integers"
+            continue
+        kind = np.complex128 if b.dtype.kind == "c" else np.float64
+        x, y = a.astype(kind), b.astype(kind)
+        with np.errstate(all="ignore"):
+            is_equal = (x == y) | (np.isnan(x) & np.isnan(y))
+            finite = np.abs(y[np.isfinite(y)])
+            relative = _RTOL.get(str(b.dtype), _RTOL_DOUBLE) if rtol is None else rtol
+            allowed = relative * (np.abs(y) + (finite.max() if finite.size else 0))
+            is_close = is_equal | (np.isfinite(x) & np.isfinite(y) & (np.abs(x - y) <= allowed))
+        if not is_close.all():
+            where = tuple(int(n) for n in np.argwhere(~is_close)[0])
+            return f"array {i} is {x[where]:.6g} instead of {y[where]:.6g} at {list(where)}"
+    return None

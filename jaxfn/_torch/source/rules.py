@@ -1,0 +1,540 @@
+"""The table of torch's functions and methods, and how JAX spells them.
+
+An entry is `signature => JAX code`, with torch's own Python signature, or several names of one signature. A method is
+listed as the function whose first argument is the tensor, and `x.add_(y)` uses the entry of `add`. Entries of one name
+are tried in order, and the first whose parameters accept the call is used. Types of parameters: `Tensor`, of any dtype,
+`floats` or `integers`; `number` (of Python), `int`, `ints` (one or several), `bool`, `str`, `list`, `dtype`, or a
+literal; without a type, anything is accepted.
+
+In the code, `{x}` is an argument, `{x:0}` one with a default, and `[[, axis={dim}]]` is left out if the call does not
+pass `dim`. `{dtype_of_result}` is the dtype that torch returned, `{key}` a random key, `{size_args}` the arguments of
+`*size`, as in the call, and NAME the name of the entry. Names without a module are functions of `helpers.py`, which are
+copied into the written module.
+
+A third column, `=> code`, is the strict spelling, for programs in which the plain one has another derivative at a tie
+or bound, or another value for NaN, and that matters.
+"""
+
+from __future__ import annotations
+
+from jaxfn._torch._compat import CLAMP_SPLITS_TIES
+
+ELEMENTWISE = """
+abs(input) => jnp.abs({input}) => absolute({input})
+absolute(input) => jnp.abs({input}) => absolute({input})
+acos(input) => jnp.arccos({input})
+arccos angle arcsin arctan ceil conj cos cosh deg2rad exp exp2 expm1 floor isfinite isinf isnan isneginf isposinf \
+    log log10 log1p log2 logical_not rad2deg round signbit sin sinc sinh sqrt square tan tanh trunc(input) => \
+    jnp.NAME({input})
+acosh(input) => jnp.arccosh({input})
+add(input, other) => {input} + {other}
+add(input, alpha: number, other: Tensor) => {input} + {alpha} * {other}
+add(input, other, *, alpha) => {input} + {alpha} * {other}
+addcdiv(input, tensor1: Tensor, tensor2: Tensor) => {input} + {tensor1} / {tensor2}
+addcdiv(input, value: number, tensor1: Tensor, tensor2: Tensor) => {input} + {value} * ({tensor1} / {tensor2})
+addcdiv(input, tensor1, tensor2, *, value) => {input} + {value} * ({tensor1} / {tensor2})
+addcmul(input, tensor1: Tensor, tensor2: Tensor) => {input} + {tensor1} * {tensor2}
+addcmul(input, value: number, tensor1: Tensor, tensor2: Tensor) => {input} + {value} * ({tensor1} * {tensor2})
+addcmul(input, tensor1, tensor2, *, value) => {input} + {value} * ({tensor1} * {tensor2})
+asin(input) => jnp.arcsin({input})
+asinh(input) => jnp.arcsinh({input})
+atan(input) => jnp.arctan({input})
+atan2(input, other) => jnp.arctan2({input}, {other})
+arctan2 copysign fmod hypot logaddexp logaddexp2 logical_and logical_or logical_xor maximum minimum(input, other) \
+    => jnp.NAME({input}, {other})
+atanh(input) => jnp.arctanh({input})
+bitwise_and(input, other) => {input} & {other}
+bitwise_not(input) => ~{input}
+bitwise_or(input, other) => {input} | {other}
+bitwise_xor(input, other) => {input} ^ {other}
+bitwise_left_shift(input, other) => {input} << {other}
+bitwise_right_shift(input, other) => {input} >> {other}
+conj_physical(input) => jnp.conj({input})
+digamma erf erfc lgamma rsqrt(input) => lax.NAME({input})
+div(input, other, *, rounding_mode: None) => {input} / {other}
+div(input, other, *, rounding_mode: "floor") => {input} // {other} => floor_divide({input}, {other})
+div(input: floats, other, *, rounding_mode: "trunc") => jnp.trunc({input} / {other})
+div(input, other: floats, *, rounding_mode: "trunc") => jnp.trunc({input} / {other})
+div(input, other, *, rounding_mode: "trunc") => truncated_divide({input}, {other})
+div divide true_divide(input, other) => {input} / {other}
+eq(input, other) => {input} == {other}
+erfinv(input) => lax.erf_inv({input})
+fix(input) => jnp.trunc({input})
+float_power(input, exponent) => {input}.astype(float) ** {exponent}
+floor_divide(input, other) => {input} // {other} => floor_divide({input}, {other})
+fmax(input, other) => jnp.fmax({input}, {other}) => fmax({input}, {other})
+fmin(input, other) => jnp.fmin({input}, {other}) => fmin({input}, {other})
+frac(input) => {input} - jnp.trunc({input})
+ge greater_equal(input, other) => {input} >= {other}
+greater gt(input, other) => {input} > {other}
+heaviside(input, values) => jnp.heaviside({input}, {values})
+imag(input) => {input}.imag
+isclose(input, other, rtol=1e-05, atol=1e-08, equal_nan=False) => jnp.isclose({input}, {other}[[, rtol={rtol}]][[, \
+    atol={atol}]][[, equal_nan={equal_nan}]])
+le less_equal(input, other) => {input} <= {other}
+lerp(input, end, weight) => {input} + {weight} * ({end} - {input}) => lerp({input}, {end}, {weight})
+less lt(input, other) => {input} < {other}
+logit(input) => jnp.log({input} / (1 - {input}))
+masked_fill(input, mask, value) => jnp.where({mask}, {value}, {input})
+mul multiply(input, other) => {input} * {other}
+nan_to_num(input, nan=0.0, posinf=None, neginf=None) => jnp.nan_to_num({input}[[, nan={nan}]][[, \
+    posinf={posinf}]][[, neginf={neginf}]])
+ne not_equal(input, other) => {input} != {other}
+neg negative(input) => -{input}
+polar(abs, angle) => lax.complex({abs} * jnp.cos({angle}), {abs} * jnp.sin({angle}))
+positive(input) => {input}
+pow(input, exponent) => {input} ** {exponent} => power({input}, {exponent})
+real(input) => {input}.real
+reciprocal(input) => 1 / {input}
+remainder(input, other) => {input} % {other}
+round(input, *, decimals: int) => jnp.round({input}, {decimals})
+rsub(input, other) => {other} - {input}
+sgn(input) => jnp.sign({input}) => sign({input})
+sigmoid(input) => jax.nn.sigmoid({input})
+sign(input) => jnp.sign({input}) => sign({input})
+sub subtract(input, other) => {input} - {other}
+sub(input, alpha: number, other: Tensor) => {input} - {alpha} * {other}
+sub(input, other, *, alpha) => {input} - {alpha} * {other}
+where(condition, input, other) => jnp.where({condition}, {input}, {other})
+where[method](input, condition, other) => jnp.where({condition}, {input}, {other})
+xlogy(input, other) => {input} * jnp.log({other}) => jax.scipy.special.xlogy({input}, {other})
+expit(input) => jax.nn.sigmoid({input})
+gammaln(input) => lax.lgamma({input})
+"""
+
+# torch 2.15 changed the derivative of `clamp` at its bounds.
+CLAMPS = """
+clamp clip(input, min: number, max: number) => jnp.clip({input}, {min}, {max}) => CLAMP({input}, {min}, {max})
+clamp clip(input, min=None, max=None) => jnp.clip({input}[[, min={min}]][[, max={max}]]) => \
+    CLAMP({input}[[, low={min}]][[, high={max}]])
+clamp_min(input, min) => jnp.maximum({input}, {min}) => CLAMP({input}, low={min})
+clamp_max(input, max) => jnp.minimum({input}, {max}) => CLAMP({input}, high={max})
+""".replace("CLAMP", "clamp_to_bounds" if CLAMP_SPLITS_TIES else "clamp_to_input")
+
+ACTIVATIONS = """
+celu(input, alpha=1.0) => jax.nn.celu({input}[[, {alpha}]])
+elu(input, alpha=1.0) => jax.nn.elu({input}[[, {alpha}]]) => elu({input}[[, {alpha}]])
+gelu(input, approximate: "tanh") => jax.nn.gelu({input})
+gelu(input, approximate: "none") => jax.nn.gelu({input}, approximate=False)
+gelu(input) => jax.nn.gelu({input}, approximate=False)
+glu(input, dim=-1) => jax.nn.glu({input}[[, {dim}]])
+hardshrink(input, lambd=0.5) => hardshrink({input}[[, {lambd}]])
+hardsigmoid(input) => jax.nn.hard_sigmoid({input}) => hardsigmoid({input})
+hardswish(input) => jax.nn.hard_swish({input}) => hardswish({input})
+hardtanh(input, min_val=-1.0, max_val=1.0) => jnp.clip({input}, {min_val:-1.0}, {max_val:1.0}) => hardtanh({input}, \
+    {min_val:-1.0}, {max_val:1.0})
+leaky_relu(input, negative_slope=0.01) => jax.nn.leaky_relu({input}[[, {negative_slope}]]) => leaky_relu({input}[[, \
+    {negative_slope}]])
+log_softmax softmax(input, dim: int, *, dtype) => jax.nn.NAME({input}.astype({dtype}), axis={dim})
+log_softmax softmax(input, dim: int, _stacklevel=3) => jax.nn.NAME({input}, axis={dim})
+log_sigmoid mish silu(input) => jax.nn.NAME({input})
+prelu(input, weight) => jnp.where({input} > 0, {input}, {weight} * {input})
+relu(input) => jax.nn.relu({input}) => relu({input})
+relu6(input) => jnp.clip({input}, 0, 6) => hardtanh({input}, 0, 6)
+selu(input) => jax.nn.selu({input}) => 1.0507009873554805 * elu({input}, 1.6732632423543772)
+softmin(input, dim: int) => jax.nn.softmax(-{input}, axis={dim})
+softplus(input) => jax.nn.softplus({input}) => softplus({input})
+softplus(input, beta=1.0, threshold=20.0) => softplus({input}[[, beta={beta}]][[, threshold={threshold}]])
+softshrink(input, lambd=0.5) => softshrink({input}[[, {lambd}]])
+softsign(input) => jax.nn.soft_sign({input})
+tanhshrink(input) => {input} - jnp.tanh({input})
+threshold(input, threshold, value) => jnp.where({input} > {threshold}, {input}, {value}) => jnp.where({input} <= \
+    {threshold}, {value}, {input})
+dropout(input, p=0.5, training: False = True) => {input}
+"""
+
+REDUCTIONS = """
+all(input, dim=None, keepdim=False) => {input}.all([[axis={dim}]][[, keepdims={keepdim}]]) => jnp.all({input}[[, \
+    axis={dim}]][[, keepdims={keepdim}]])
+allclose(input, other, rtol=1e-05, atol=1e-08, equal_nan=False) => jnp.allclose({input}, {other}[[, \
+    rtol={rtol}]][[, atol={atol}]][[, equal_nan={equal_nan}]])
+amax(input, dim=None, keepdim=False) => {input}.max([[axis={dim}]][[, keepdims={keepdim}]])
+amin(input, dim=None, keepdim=False) => {input}.min([[axis={dim}]][[, keepdims={keepdim}]])
+any(input, dim=None, keepdim=False) => {input}.any([[axis={dim}]][[, keepdims={keepdim}]])
+argmax(input, dim=None, keepdim=False) => {input}.argmax([[axis={dim}]][[, keepdims={keepdim}]])
+argmin(input, dim=None, keepdim=False) => {input}.argmin([[axis={dim}]][[, keepdims={keepdim}]])
+argsort(input, dim=-1, descending=False) => jnp.argsort({input}[[, axis={dim}]][[, descending={descending}]])
+argsort(input, *, stable, dim=-1, descending=False) => jnp.argsort({input}[[, axis={dim}]][[, \
+    descending={descending}]])
+count_nonzero(input, dim=None) => jnp.count_nonzero({input}[[, axis={dim}]])
+cumprod(input, dim: int) => jnp.cumprod({input}, axis={dim})
+cumsum(input, dim: int, *, dtype=None) => jnp.cumsum({input}, axis={dim}[[, dtype={dtype}]])
+dist(input, other, p=2) => vector_norm({input} - {other}[[, {p}]])
+kthvalue(input, k: int, dim=-1, keepdim=False) => (kth_value({input}, {k}[[, axis={dim}]][[, keepdims={keepdim}]]), \
+    None)
+linalg_norm(A, ord: None, dim: None, keepdim=False) => jnp.linalg.norm({A}[[, keepdims={keepdim}]]) => \
+    vector_norm({A}[[, keepdims={keepdim}]])
+linalg_norm(A, ord=None, dim: int = None, keepdim=False) => jnp.linalg.norm({A}[[, {ord}]], axis={dim}[[, \
+    keepdims={keepdim}]]) => vector_norm({A}[[, {ord}]], axis={dim}[[, keepdims={keepdim}]])
+linalg_vector_norm(x, ord=2, dim=None, keepdim=False) => vector_norm({x}[[, {ord}]][[, axis={dim}]][[, \
+    keepdims={keepdim}]])
+logcumsumexp(input, dim: int) => lax.cumlogsumexp({input}, axis={dim})
+logsumexp(input, dim, keepdim=False) => jax.nn.logsumexp({input}, axis={dim}[[, keepdims={keepdim}]])
+max(input) => {input}.max()
+max(input, other: Tensor) => jnp.maximum({input}, {other})
+max(input, dim: int, keepdim=False) => ({input}.max(axis={dim}[[, keepdims={keepdim}]]), \
+    {input}.argmax(axis={dim}[[, keepdims={keepdim}]])) => max_and_index({input}, {dim}[[, {keepdim}]])
+mean(input, dim=None, keepdim=False, *, dtype=None) => {input}.mean([[axis={dim}]][[, dtype={dtype}]][[, \
+    keepdims={keepdim}]])
+median(input) => kth_value({input}.reshape(-1), ({input}.size + 1) // 2)
+median(input, dim: int, keepdim=False) => (kth_value({input}, ({input}.shape[{dim}] + 1) // 2, {dim}[[, \
+    {keepdim}]]), None)
+min(input) => {input}.min()
+min(input, other: Tensor) => jnp.minimum({input}, {other})
+min(input, dim: int, keepdim=False) => ({input}.min(axis={dim}[[, keepdims={keepdim}]]), \
+    {input}.argmin(axis={dim}[[, keepdims={keepdim}]])) => min_and_index({input}, {dim}[[, {keepdim}]])
+nansum(input, dim=None, keepdim=False) => jnp.nansum({input}[[, axis={dim}]][[, keepdims={keepdim}]])
+norm(input) => jnp.linalg.norm({input}) => vector_norm({input})
+norm(input, p: number, dim: int, keepdim=False) => jnp.linalg.norm({input}, {p}, axis={dim}[[, \
+    keepdims={keepdim}]]) => vector_norm({input}, {p}, axis={dim}[[, keepdims={keepdim}]])
+norm(input, *, dim: int, keepdim=False) => jnp.linalg.norm({input}, axis={dim}[[, keepdims={keepdim}]]) => \
+    vector_norm({input}, axis={dim}[[, keepdims={keepdim}]])
+norm(input, p: number = 2, dim=None, keepdim=False) => vector_norm({input}[[, {p}]][[, axis={dim}]][[, \
+    keepdims={keepdim}]])
+norm(input, p: "fro", dim=None, keepdim=False) => vector_norm({input}, 2[[, axis={dim}]][[, keepdims={keepdim}]])
+normalize(input, p=2.0, dim=1, eps=1e-12) => normalize({input}[[, {p}]][[, axis={dim}]][[, eps={eps}]])
+prod(input, dim=None, keepdim=False, *, dtype=None) => {input}.prod([[axis={dim}]][[, dtype={dtype}]][[, \
+    keepdims={keepdim}]])
+sort(input, dim: int = -1, *, descending: False = False) => (jnp.sort({input}[[, axis={dim}]]), \
+    jnp.argsort({input}[[, axis={dim}]])) => sorted_and_index({input}[[, {dim}]])
+sort(input, dim: int = -1, descending=False, stable=False) => (jnp.sort({input}[[, axis={dim}]], \
+    descending={descending:False}), jnp.argsort({input}[[, axis={dim}]], descending={descending:False})) => \
+    sorted_and_index({input}, {dim:-1}, {descending:False})
+std(input, unbiased: bool) => {input}.std(ddof=int({unbiased})) => standard_deviation({input}, ddof=int({unbiased}))
+std(input, dim: ints = None, *, unbiased: False, keepdim=False) => {input}.std([[axis={dim}]][[, \
+    keepdims={keepdim}]]) => standard_deviation({input}[[, {dim}]], ddof=0[[, keepdims={keepdim}]])
+std(input, dim: ints = None, unbiased: bool = True, keepdim=False) => {input}.std([[axis={dim}]], \
+    ddof=int({unbiased:True})[[, keepdims={keepdim}]]) => standard_deviation({input}[[, {dim}]], \
+    ddof=int({unbiased:True})[[, keepdims={keepdim}]])
+std(input, dim=None, *, correction, keepdim=False) => {input}.std([[axis={dim}]], ddof={correction}[[, \
+    keepdims={keepdim}]]) => standard_deviation({input}[[, {dim}]], ddof={correction}[[, keepdims={keepdim}]])
+sum(input, dim=None, keepdim=False, *, dtype=None) => {input}.sum([[axis={dim}]][[, dtype={dtype}]][[, \
+    keepdims={keepdim}]])
+topk(input, k: int) => lax.top_k({input}, {k})
+topk(input, k: int, dim: int = -1, largest: bool = True, sorted=True) => top_k({input}, {k}[[, {dim}]][[, \
+    largest={largest}]])
+var(input, unbiased: bool) => {input}.var(ddof=int({unbiased}))
+var(input, dim: ints = None, *, unbiased: False, keepdim=False) => {input}.var([[axis={dim}]][[, keepdims={keepdim}]])
+var(input, dim: ints = None, unbiased: bool = True, keepdim=False) => {input}.var([[axis={dim}]], \
+    ddof=int({unbiased:True})[[, keepdims={keepdim}]])
+var(input, dim=None, *, correction, keepdim=False) => {input}.var([[axis={dim}]], ddof={correction}[[, \
+    keepdims={keepdim}]])
+"""
+
+SHAPES = """
+atleast_1d atleast_2d(input: Tensor) => jnp.NAME({input})
+broadcast_to(input, size) => jnp.broadcast_to({input}, {size})
+broadcast_tensors(*tensors) => jnp.broadcast_arrays({tensors_args})
+cat concat(tensors, dim=0) => jnp.concatenate({tensors}[[, axis={dim}]])
+concatenate stack(tensors, dim=0) => jnp.NAME({tensors}[[, axis={dim}]])
+chunk(input, chunks, dim=0) => jnp.split({input}, {chunks}[[, axis={dim}]])
+diag tril triu(input, diagonal=0) => jnp.NAME({input}[[, {diagonal}]])
+diag_embed(input) => {input}[..., None] * jnp.eye({input}.shape[-1], dtype={input}.dtype) => diagonal_matrix({input})
+diagonal(input, offset=0, dim1=0, dim2=1) => jnp.diagonal({input}[[, {offset}]][[, axis1={dim1}]][[, axis2={dim2}]])
+expand_as(input, other) => jnp.broadcast_to({input}, {other}.shape)
+flatten ravel(input) => {input}.reshape(-1)
+flatten(input, start_dim: int = 0, end_dim: -1 = -1) => {input}.reshape(*{input}.shape[:{start_dim}], -1)
+flatten(input, start_dim: int = 0, end_dim: int = -1) => flatten({input}, {start_dim:0}, {end_dim:-1})
+flip tile(input, *dims) => jnp.NAME({input}, {dims})
+fliplr flipud squeeze(input) => jnp.NAME({input})
+hstack vstack(tensors) => jnp.NAME({tensors})
+kron(input, other) => jnp.kron({input}, {other})
+meshgrid(*tensors, indexing: str = "ij") => jnp.meshgrid({tensors_args}, indexing={indexing:"ij"})
+moveaxis(input, source, destination) => jnp.moveaxis({input}, {source}, {destination})
+movedim(input, source, destination) => jnp.moveaxis({input}, {source}, {destination})
+narrow(input, dim: int, start, length) => lax.dynamic_slice_in_dim({input}, {start}, {length}, {dim})
+permute(input, *dims) => {input}.transpose({dims_args})
+repeat(input, *repeats) => jnp.tile({input}, {repeats})
+repeat_interleave(input, repeats: int, dim=None) => jnp.repeat({input}, {repeats}[[, axis={dim}]])
+reshape(input, *shape) => {input}.reshape({shape_args})
+reshape_as view_as(input, other) => {input}.reshape({other}.shape)
+roll(input, shifts, dims=None) => jnp.roll({input}, {shifts}[[, {dims}]])
+rot90(input, k=1, dims=(0, 1)) => jnp.rot90({input}[[, {k}]][[, axes={dims}]])
+select(input, dim: int, index) => lax.index_in_dim({input}, {index}, {dim}, keepdims=False)
+split(tensor, split_size_or_sections: int, dim=0) => split({tensor}, {split_size_or_sections}[[, {dim}]])
+split(tensor, split_size_or_sections: ints, dim=0) => jnp.split({tensor}, \
+    np.cumsum({split_size_or_sections})[:-1][[, axis={dim}]])
+split_with_sizes(tensor, split_size_or_sections: ints, dim=0) => jnp.split({tensor}, \
+    np.cumsum({split_size_or_sections})[:-1][[, axis={dim}]])
+squeeze(input, dim: ints) => squeeze({input}, {dim})
+swapaxes(input, axis0, axis1) => {input}.swapaxes({axis0}, {axis1})
+swapdims transpose(input, dim0, dim1) => {input}.swapaxes({dim0}, {dim1})
+t(input) => {input}.T
+unbind(input, dim=0) => jnp.unstack({input}[[, axis={dim}]])
+unflatten(input, dim: int, sizes) => unflatten({input}, {dim}, {sizes})
+unfold[method](input, dimension: int, size: int, step: int) => windows({input}, {dimension}, {size}, {step})
+unsqueeze(input, dim: int) => jnp.expand_dims({input}, {dim})
+view(input, *shape: ints) => {input}.reshape({shape_args})
+view_as_complex(input) => lax.complex({input}[..., 0], {input}[..., 1])
+view_as_real(input) => jnp.stack([{input}.real, {input}.imag], axis=-1)
+"""
+
+INDEXING = """
+bincount(input, weights=None, *, minlength: int) => jnp.bincount({input}[[, {weights}]], length={minlength})
+bucketize(input, boundaries, *, right: bool = False) => jnp.searchsorted({boundaries}, {input}, side="right" if \
+    {right:False} else "left")
+embedding(input, weight) => {weight}[{input}]
+gather(input, dim, index) => jnp.take_along_axis({input}, {index}, axis={dim}) => at_along({input}, {dim}, \
+    {index}).get()
+index_add(input, dim: int, index, source) => at_index({input}, {dim}, {index}).add({source})
+index_add(input, dim: int, index, source, *, alpha) => at_index({input}, {dim}, {index}).add({alpha} * {source})
+index_copy(input, dim: int, index, source) => at_index({input}, {dim}, {index}).set({source})
+index_fill(input, dim: int, index, value) => at_index({input}, {dim}, {index}).set({value})
+index_put(input, indices, values, accumulate: True) => {input}.at[tuple({indices})].add({values})
+index_put(input, indices, values, accumulate: False = False) => {input}.at[tuple({indices})].set({values})
+index_select(input, dim: int, index) => jnp.take({input}, {index}, axis={dim})
+one_hot(tensor, num_classes: int) => jax.nn.one_hot({tensor}, {num_classes}, dtype=int)
+scatter(input, dim: int, index, src: Tensor) => at_along({input}, {dim}, {index}).set({src}) => at_along({input}, \
+    {dim}, {index}).set(leading({src}, {index}))
+scatter(input, dim: int, index, value: number) => at_along({input}, {dim}, {index}).set({value})
+scatter_add(input, dim: int, index, src) => at_along({input}, {dim}, {index}).add({src}) => at_along({input}, \
+    {dim}, {index}).add(leading({src}, {index}))
+scatter_reduce(input, dim: int, index, src, reduce: "sum", *, include_self: True = True) => at_along({input}, \
+    {dim}, {index}).add(leading({src}, {index}))
+scatter_reduce(input, dim: int, index, src, reduce: "amax", *, include_self: True = True) => at_along({input}, \
+    {dim}, {index}).max(leading({src}, {index}))
+scatter_reduce(input, dim: int, index, src, reduce: "amin", *, include_self: True = True) => at_along({input}, \
+    {dim}, {index}).min(leading({src}, {index}))
+searchsorted(sorted_sequence, input, *, right: bool = False) => jnp.searchsorted({sorted_sequence}, {input}, \
+    side="right" if {right:False} else "left")
+take(input, index) => {input}.reshape(-1)[{index}]
+take_along_dim(input, indices, dim: int) => jnp.take_along_axis({input}, {indices}, axis={dim})
+"""
+
+LINEAR_ALGEBRA = """
+addmm(input, mat1: Tensor, mat2: Tensor) => {input} + {mat1} @ {mat2}
+addmm(input, mat1, mat2, *, beta=1, alpha=1) => {beta:1} * {input} + {alpha:1} * ({mat1} @ {mat2})
+addmv(input, mat, vec, *, beta=1, alpha=1) => {beta:1} * {input} + {alpha:1} * ({mat} @ {vec})
+addr(input, vec1, vec2, *, beta=1, alpha=1) => {beta:1} * {input} + {alpha:1} * jnp.outer({vec1}, {vec2})
+baddbmm(input, batch1: Tensor, batch2: Tensor) => {input} + {batch1} @ {batch2}
+baddbmm(input, batch1, batch2, *, beta=1, alpha=1) => {beta:1} * {input} + {alpha:1} * ({batch1} @ {batch2})
+bmm mm(input, mat2) => {input} @ {mat2}
+cdist(x1, x2, p=2.0) => vector_norm({x1}[..., :, None, :] - {x2}[..., None, :, :], {p:2.0}, axis=-1)
+cholesky det slogdet(input) => jnp.linalg.NAME({input})
+cross(input, other, dim: int) => jnp.cross({input}, {other}, axis={dim})
+dot(input, tensor) => {input} @ {tensor}
+einsum(equation, *operands) => jnp.einsum({equation}, {operands_args})
+ger(input, vec2) => jnp.outer({input}, {vec2})
+inner vdot(input, other) => jnp.NAME({input}, {other})
+inverse(input) => jnp.linalg.inv({input})
+linalg_cholesky linalg_det linalg_eigh linalg_inv linalg_pinv linalg_qr linalg_slogdet(A) => jnp.linalg.NAME({A})
+linalg_cross(input, other, *, dim=-1) => jnp.cross({input}, {other}, axis={dim:-1})
+linalg_matmul matmul(input, other) => {input} @ {other}
+linalg_matrix_exp(A) => jax.scipy.linalg.expm({A})
+linalg_solve(A, B) => jnp.linalg.solve({A}, {B})
+linalg_solve_triangular(A, B, *, upper: bool) => jax.scipy.linalg.solve_triangular({A}, {B}, lower=not {upper})
+linalg_svd(A, full_matrices=True) => jnp.linalg.svd({A}[[, full_matrices={full_matrices}]])
+linear(input, weight, bias: Tensor) => {input} @ {weight}.T + {bias}
+linear(input, weight) => {input} @ {weight}.T
+linear(input, weight, bias=None) => linear({input}, {weight}, {bias})
+logdet(input) => jnp.linalg.slogdet({input})[1]
+matrix_exp(input) => jax.scipy.linalg.expm({input})
+mv(input, vec) => {input} @ {vec}
+outer(input, vec2) => jnp.outer({input}, {vec2})
+tensordot(a, b, dims=2) => jnp.tensordot({a}, {b}[[, axes={dims}]])
+trace(input) => jnp.trace({input})
+fft_fft fft_ifft fft_irfft fft_rfft(input, n=None, dim=-1, norm=None) => jnp.fft.NAME({input}[[, n={n}]][[, \
+    axis={dim}]][[, norm={norm}]])
+fft_fftn fft_ifftn(input, s=None, dim=None, norm=None) => jnp.fft.NAME({input}[[, s={s}]][[, axes={dim}]][[, \
+    norm={norm}]])
+fft_fft2 fft_ifft2 fft_irfft2 fft_rfft2(input, s=None, *, norm=None) => jnp.fft.NAME({input}[[, s={s}]][[, \
+    norm={norm}]])
+fft_fftshift fft_ifftshift(input, dim=None) => jnp.fft.NAME({input}[[, axes={dim}]])
+"""
+
+LAYERS = """
+adaptive_avg_pool2d(input, output_size: 1) => {input}.mean(axis=(-2, -1), keepdims=True)
+avg_pool2d(input, kernel_size, stride=None, padding=0) => pool({input}, 2, lax.add, {kernel_size}[[, {stride}]][[, \
+    padding={padding}]])
+avg_pool1d(input, kernel_size, stride=None, padding=0) => pool({input}, 1, lax.add, {kernel_size}[[, {stride}]][[, \
+    padding={padding}]])
+binary_cross_entropy_with_logits(input, target) => jnp.mean(jax.nn.softplus({input}) - {input} * {target}) => \
+    jnp.mean((1 - {target}) * {input} - jax.nn.log_sigmoid({input}))
+conv1d conv2d conv3d(input, weight, bias=None, stride=1, padding=0, dilation=1, groups=1) => convolution({input}, \
+    {weight}[[, {bias}]][[, stride={stride}]][[, padding={padding}]][[, dilation={dilation}]][[, groups={groups}]])
+conv1d_input conv2d_input(input_size, weight, grad_output, stride=1, padding=0, dilation=1, groups=1) => \
+    convolution_input({input_size}, {weight}, {grad_output}[[, stride={stride}]][[, padding={padding}]][[, \
+    dilation={dilation}]][[, groups={groups}]])
+conv1d_weight conv2d_weight(input, weight_size, grad_output, stride=1, padding=0, dilation=1, groups=1) => \
+    convolution_weight({input}, {weight_size}, {grad_output}[[, stride={stride}]][[, padding={padding}]][[, \
+    dilation={dilation}]][[, groups={groups}]])
+conv_transpose1d conv_transpose2d(input, weight, bias=None, stride=1, padding=0, output_padding=0, groups=1, \
+    dilation=1) => transposed_convolution({input}, {weight}[[, {bias}]][[, stride={stride}]][[, \
+    padding={padding}]][[, output_padding={output_padding}]][[, groups={groups}]][[, dilation={dilation}]])
+cross_entropy(input, target: integers) => cross_entropy({input}, {target})
+cross_entropy(input, target: integers, *, reduction: str) => cross_entropy({input}, {target}, {reduction})
+fold(input, output_size, kernel_size, dilation=1, padding=0, stride=1) => fold({input}, {output_size}, \
+    {kernel_size}[[, dilation={dilation}]][[, padding={padding}]][[, stride={stride}]])
+interpolate(input, size=None, scale_factor=None, mode: "nearest" = "nearest") => resize_nearest({input}[[, \
+    size={size}]][[, scale={scale_factor}]])
+kl_div(input, target, *, reduction: "none") => {target} * (jnp.log({target}) - {input}) => \
+    jax.scipy.special.xlogy({target}, {target}) - {target} * {input}
+l1_loss(input, target) => jnp.mean(jnp.abs({input} - {target})) => jnp.mean(absolute({input} - {target}))
+layer_norm(input, normalized_shape, weight=None, bias=None, eps=1e-05) => layer_norm({input}, {normalized_shape}[[, \
+    {weight}]][[, bias={bias}]][[, eps={eps}]])
+max_pool1d(input, kernel_size, stride=None, padding=0, dilation: 1 = 1, ceil_mode: False = False) => \
+    pool({input}, 1, lax.max, {kernel_size}[[, {stride}]][[, padding={padding}]])
+max_pool2d(input, kernel_size, stride=None, padding=0, dilation: 1 = 1, ceil_mode: False = False) => \
+    pool({input}, 2, lax.max, {kernel_size}[[, {stride}]][[, padding={padding}]])
+mse_loss(input, target) => jnp.mean(jnp.square({input} - {target}))
+mse_loss(input, target, *, reduction: "mean") => jnp.mean(jnp.square({input} - {target}))
+mse_loss(input, target, *, reduction: "sum") => jnp.sum(jnp.square({input} - {target}))
+mse_loss(input, target, *, reduction: "none") => jnp.square({input} - {target})
+nll_loss(input, target) => -jnp.mean(jnp.take_along_axis({input}, {target}[:, None], axis=1))
+pad(input, pad, mode: "constant" = "constant", value=0) => pad({input}, {pad}[[, {value}]])
+scaled_dot_product_attention(query, key, value) => jax.nn.softmax({query} @ {key}.mT / np.sqrt({query}.shape[-1]), \
+    axis=-1) @ {value}
+unfold(input, kernel_size, dilation=1, padding=0, stride=1) => unfold({input}, {kernel_size}[[, \
+    dilation={dilation}]][[, padding={padding}]][[, stride={stride}]])
+"""
+
+# The dtype of results is written out, since JAX's default dtypes depend on x64.
+CREATION = """
+Tensor(data: list) => jnp.array({data}, jnp.float32)
+Tensor(*size: ints) => jnp.zeros({size}, jnp.float32)
+arange(end: int) => jnp.arange({end})
+arange(start: int, end: int, step: int = 1) => jnp.arange({start}, {end}[[, {step}]])
+arange(end, *, dtype=None) => jnp.arange({end}, dtype={dtype:result})
+arange(start, end, step=1, *, dtype=None) => jnp.arange({start}, {end}[[, {step}]], dtype={dtype:result})
+as_tensor(data: Tensor, dtype=None) => jnp.asarray({data}[[, {dtype}]])
+as_tensor(data, dtype=None) => jnp.array({data}, {dtype:result})
+complex(real, imag) => lax.complex({real}, {imag})
+empty(*size, dtype=None) => jnp.zeros({size}, {dtype:result})
+empty_like(input, *, dtype=None) => jnp.zeros_like({input}[[, dtype={dtype}]])
+eye(n, m=None, *, dtype=None) => jnp.eye({n}[[, {m}]], dtype={dtype:result})
+from_numpy(ndarray) => jnp.asarray({ndarray})
+full(size, fill_value, *, dtype=None) => jnp.full({size}, {fill_value}, {dtype:result})
+full_like(input, fill_value, *, dtype=None) => jnp.full_like({input}, {fill_value}[[, dtype={dtype}]])
+linspace(start, end, steps, *, dtype=None) => jnp.linspace({start}, {end}, {steps}, dtype={dtype:result})
+new[method](input) => jnp.zeros(0, {input}.dtype)
+new[method](input, data: list) => jnp.array({data}, {input}.dtype)
+new[method](input, *size: ints) => jnp.zeros({size}, {input}.dtype)
+new_empty new_zeros(input, *size, dtype) => jnp.zeros({size}, {dtype})
+new_empty new_zeros(input, *size) => jnp.zeros({size}, {input}.dtype)
+new_full(input, size, fill_value, *, dtype) => jnp.full({size}, {fill_value}, {dtype})
+new_full(input, size, fill_value) => jnp.full({size}, {fill_value}, {input}.dtype)
+new_ones(input, *size, dtype) => jnp.ones({size}, {dtype})
+new_ones(input, *size) => jnp.ones({size}, {input}.dtype)
+new_tensor(input, data, *, dtype) => jnp.array({data}, {dtype})
+new_tensor(input, data) => jnp.array({data}, {input}.dtype)
+ones zeros(*size, dtype=None) => jnp.NAME({size}, {dtype:result})
+ones_like zeros_like(input, *, dtype=None) => jnp.NAME({input}[[, dtype={dtype}]])
+tensor(data, *, dtype=None) => jnp.array({data}, {dtype:result})
+tril_indices triu_indices(row, col, offset=0) => jnp.stack(jnp.NAME({row}[[, {offset}]], m={col}))
+fill(input, value) => jnp.full_like({input}, {value})
+zero(input) => jnp.zeros_like({input})
+copy(input, src: Tensor) => jnp.broadcast_to({src}, {input}.shape).astype({input}.dtype)
+"""
+
+CONVERSIONS = """
+bfloat16(input) => {input}.astype(jnp.bfloat16)
+bool(input) => {input}.astype(bool)
+byte(input) => {input}.astype(jnp.uint8)
+cfloat(input) => {input}.astype(jnp.complex64)
+char(input) => {input}.astype(jnp.int8)
+clone(input) => {input} => jnp.array({input}, copy=True)
+contiguous cpu resolve_conj resolve_neg to(input) => {input}
+cuda(input, device=None) => {input}
+detach(input) => {input} => lax.stop_gradient({input})
+double(input) => {input}.astype(float)
+float(input) => {input}.astype(jnp.float32)
+half(input) => {input}.astype(jnp.float16)
+int(input) => {input}.astype(jnp.int32)
+long(input) => {input}.astype(int)
+requires_grad_(input, requires_grad=True) => {input}
+short(input) => {input}.astype(jnp.int16)
+squeeze_copy(input) => jnp.squeeze({input})
+to(input, dtype: dtype, copy=False) => {input}.astype({dtype})
+to(input, other: Tensor) => {input}.astype({other}.dtype)
+type(input, dtype: dtype) => {input}.astype({dtype})
+type_as(input, other) => {input}.astype({other}.dtype)
+"""
+
+QUESTIONS = """
+dim ndimension(input) => {input}.ndim
+is_complex(input) => jnp.iscomplexobj({input})
+is_contiguous(input) => True
+is_floating_point(input) => jnp.issubdtype({input}.dtype, jnp.floating)
+is_same_size(input, other) => {input}.shape == {other}.shape
+is_tensor(obj) => isinstance({obj}, jax.Array)
+nelement numel(input) => {input}.size
+resize_as(input, the_template) => jnp.zeros({the_template}.shape, {input}.dtype)
+result_type(tensor1, tensor2) => jnp.result_type({tensor1}, {tensor2})
+promote_types(type1, type2) => jnp.promote_types({type1}, {type2})
+size(input) => {input}.shape
+size(input, dim: int) => {input}.shape[{dim}]
+Size(sizes) => tuple({sizes})
+broadcast_shapes(*shapes) => jnp.broadcast_shapes({shapes_args})
+finfo iinfo(type) => jnp.NAME({type})
+is_available() => False
+is_autocast_enabled(device_type="cuda") => False
+is_grad_enabled() => True
+"""
+
+RANDOM = """
+bernoulli(input) => jax.random.bernoulli({key}, {input}).astype({input}.dtype)
+bernoulli(input, p: number) => jax.random.bernoulli({key}, {p}, {input}.shape).astype({input}.dtype)
+bernoulli(input, p: Tensor) => jax.random.bernoulli({key}, {p}, {input}.shape).astype({input}.dtype)
+dropout(input, p: number, training: True = True) => dropout({key}, {input}, {p})
+exponential(input, lambd=1) => jax.random.exponential({key}, {input}.shape, {input}.dtype) / {lambd:1}
+normal(input: Tensor, mean: number = 0, std: number = 1) => {mean:0} + {std:1} * jax.random.normal({key}, \
+    {input}.shape, {input}.dtype)
+rand(*size, dtype=None) => jax.random.uniform({key}, {size}, {dtype:result})
+rand_like(input) => jax.random.uniform({key}, {input}.shape, {input}.dtype)
+rand_like(input, *, dtype) => jax.random.uniform({key}, {input}.shape, {dtype})
+randint(high, size) => jax.random.randint({key}, {size}, 0, {high})
+randint(low, high, size) => jax.random.randint({key}, {size}, {low}, {high})
+randint_like(input, low, high) => jax.random.randint({key}, {input}.shape, {low}, {high}).astype({input}.dtype)
+randn(*size, dtype=None) => jax.random.normal({key}, {size}, {dtype:result})
+randn_like(input) => jax.random.normal({key}, {input}.shape, {input}.dtype)
+randn_like(input, *, dtype) => jax.random.normal({key}, {input}.shape, {dtype})
+randperm(n) => jax.random.permutation({key}, {n})
+uniform(input, a: number = 0, b: number = 1) => jax.random.uniform({key}, {input}.shape, {input}.dtype[[, {a}]][[, \
+    {b}]])
+"""
+
+# Attributes of tensors that JAX spells in another way.
+ATTRIBUTES = {
+    "H": "{input}.conj().T",
+    "data": "{input}",
+    "device": "None",
+    "grad_fn": "None",
+    "is_cuda": "False",
+    "is_leaf": "False",
+    "mH": "{input}.conj().mT",
+}
+# Attributes that arrays have too.
+SHARED_ATTRIBUTES = frozenset({"T", "mT", "shape", "ndim", "dtype", "real", "imag", "itemsize", "nbytes"})
+# Keyword arguments that only concern a tensor's device, storage and autograd.
+IGNORED = frozenset(
+    {
+        "device",
+        "requires_grad",
+        "layout",
+        "pin_memory",
+        "memory_format",
+        "non_blocking",
+        "generator",
+        "inplace",
+        "async",
+    }
+)
+# Functions whose result has another identity than torch's, or none: nothing is to be written.
+DROPPED_STATEMENTS = frozenset({"requires_grad_", "_assert_async", "synchronize", "empty_cache", "retain_grad"})
+
+TABLE = "".join(
+    (
+        ELEMENTWISE,
+        CLAMPS,
+        ACTIVATIONS,
+        REDUCTIONS,
+        SHAPES,
+        INDEXING,
+        LINEAR_ALGEBRA,
+        LAYERS,
+        CREATION,
+        CONVERSIONS,
+        QUESTIONS,
+        RANDOM,
+    )
+)

@@ -1,0 +1,171 @@
+"""Writes and proves the source of a torch Function, or of a Python function of tensors, for JAX."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils import _pytree as torch_tree
+
+from jaxfn._torch.source.module import Module, write_module
+from jaxfn._torch.source.observe import ObservedRun, is_function_class, observe
+from jaxfn._torch.source.prove import Difference, Proof, make_groups
+from jaxfn._torch.source.samples import Example, other_sizes, subsets
+from jaxfn._torch.values.errors import TranslationError
+
+# More calls with strict spellings than these are not tried one by one.
+_MAX_ALTERNATIVES = 12
+
+
+def write_source(
+    function: Any,
+    oracle: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    examples: Sequence[Sequence[Any]],
+) -> str:
+    """Returns the text of a module that defines a Function or function for JAX, compared with its conversion.
+
+    Args:
+      function: The torch Function class, or the Python function.
+      oracle: Its conversion, a function of arrays.
+      args: The arguments of a call.
+      kwargs: The keyword arguments of that call.
+      examples: The arguments of more calls.
+
+    Raises:
+      TranslationError: A statement has no rule, or the results differ.
+    """
+    flat = [Example.of(args, kwargs), *(Example.of(tuple(example), {}) for example in examples)]
+    is_class = is_function_class(function)
+    call = function.apply if is_class else function
+    flat = [x if _is_valid(call, x) else x.map(_as_int64, x.arrays) for x in flat]
+    sizes = [x for example in flat for x in other_sizes(example, lambda x: _is_valid(call, x))]
+    observation = observe(function, lambda: _run_all(function, call, flat, sizes))
+    statics = [x for example in flat for i, x in enumerate(example.leaves) if i not in example.arrays]
+    groups = list(make_groups(flat, sizes))
+    proof = Proof(oracle, function.__name__, _constants(observation, statics), lambda x: _is_valid(call, x))
+    order = proof.order(groups[0])
+    if order < 1:
+        _check_order(function, proof, groups[0], order)
+    # Derivatives that cannot be compared raise.
+    once_differentiable = is_class and order == 1
+
+    def write(strict: Any) -> tuple[Module, Difference | None]:
+        module = write_module(function, observation, strict, statics, once_differentiable)
+        return module, proof.first_difference(module, groups, order)
+
+    module, difference = write(())
+    if difference is None:
+        return module.text
+    module, strict_difference = write(None)
+    if strict_difference is not None:
+        raise TranslationError(_message(function, strict_difference))
+    return _with_fewest_strict(module, write)
+
+
+def _check_order(function: Any, proof: Proof, group: Any, order: int) -> None:
+    """Raises the error of the conversion, unless the Function has no derivative."""
+    error = proof.oracle_error(group, order + 1)
+    base: Any = torch.autograd.Function
+    has_backward = not is_function_class(function) or function.backward is not base.backward
+    if error is not None and (order < 0 or (has_backward and isinstance(error, TranslationError))):
+        raise error
+
+
+def _with_fewest_strict(module: Module, write: Callable[[Any], tuple[Module, Difference | None]]) -> str:
+    """Replaces strict spellings by plain ones, one by one, as long as the results agree."""
+    strict = list(module.alternatives)
+    for site in strict[:_MAX_ALTERNATIVES]:
+        fewer = [x for x in strict if x != site]
+        candidate, difference = write(fewer)
+        if difference is None:
+            module, strict = candidate, fewer
+    return module.text
+
+
+def _message(function: Any, difference: Difference) -> str:
+    what = ("outputs", "gradients", "second derivatives")[difference.quantity]
+    name = function.__name__
+    return (
+        f"{name}: the rewritten source has other {what} than the converted Function, for {difference.group.what}: "
+        f"{difference.text}. Use jaxfn.from_torch({name}), or write the Function for JAX and compare it by "
+        "jaxfn.paritycheck"
+    )
+
+
+def _as_int64(x: Any) -> Any:
+    """Returns int64 for int32, which represents it without x64."""
+    return x.astype(np.int64) if x.dtype == np.int32 else x
+
+
+def _is_valid(call: Callable[..., Any], example: Example) -> bool:
+    try:
+        _run(call, example, example.inexact)
+    except Exception:  # torch and the code raise anything for sizes that do not fit.
+        return False
+    return True
+
+
+def _run_all(function: Any, call: Callable[..., Any], examples: Sequence[Example], sizes: Sequence[Example]) -> None:
+    """Runs everything that the observation needs: each example, with each set of inputs that need gradients."""
+    with torch.random.fork_rng(), torch.enable_grad():
+        for example in examples:
+            for wanted in subsets(example.inexact):
+                _run(call, example, wanted)
+            if is_function_class(function):
+                _run_other_methods(function, call, example)
+        for example in sizes:
+            _run(call, example, tuple(example.inexact))
+
+
+def _run(call: Callable[..., Any], example: Example, wanted: Sequence[int]) -> None:
+    """Calls a function, and differentiates all of its outputs, and each of them."""
+    args, kwargs, inputs = example.in_torch(wanted)
+    outputs = _differentiable(call(*args, **kwargs))
+    if not inputs or not outputs:
+        return
+    for chosen in [outputs, *([[x] for x in outputs] if len(outputs) > 1 else [])]:
+        torch.autograd.grad(chosen, inputs, [torch.ones_like(x) for x in chosen], retain_graph=True, allow_unused=True)
+    with suppress(RuntimeError):  # Second derivatives, which not all code has.
+        weights = [torch.ones_like(x).requires_grad_() for x in outputs]
+        found = torch.autograd.grad(outputs, inputs, weights, create_graph=True, allow_unused=True)
+        sums = [x.abs().sum() for x in _differentiable(found)]
+        if sums:
+            torch.autograd.grad(sums, [*inputs, *weights], allow_unused=True)
+
+
+def _differentiable(returned: Any) -> list[torch.Tensor]:
+    leaves = torch_tree.tree_leaves(returned)
+    return [x for x in leaves if isinstance(x, torch.Tensor) and x.requires_grad]
+
+
+def _run_other_methods(function: Any, call: Callable[..., Any], example: Example) -> None:
+    """Runs `jvp` and `vmap`, if the Function has them."""
+    base: Any = torch.autograd.Function
+    args, kwargs, _ = example.in_torch(())
+    if function.jvp is not base.jvp:
+        with torch.autograd.forward_ad.dual_level():
+            make_dual: Any = torch.autograd.forward_ad.make_dual
+            tangents = [make_dual(x, torch.ones_like(x)) if _is_floating(x) else x for x in args]
+            call(*tangents, **kwargs)
+    if function.vmap is not base.vmap:
+        dims = tuple(0 if isinstance(x, torch.Tensor) else None for x in args)
+        batched = [torch.stack([x, x]) if isinstance(x, torch.Tensor) else x for x in args]
+        torch.vmap(call, dims)(*batched)
+
+
+def _is_floating(x: Any) -> bool:
+    return isinstance(x, torch.Tensor) and x.is_floating_point()
+
+
+def _constants(observation: ObservedRun, statics: Sequence[Any]) -> list[float]:
+    """Returns numbers at which the code may have ties or bounds: those that occur in it."""
+    nodes = [n for _, node in observation.functions.values() for n in ast.walk(node)]
+    found = [*(n.value for n in nodes if isinstance(n, ast.Constant)), *statics]
+    numbers = {float(x) for x in found if isinstance(x, (int, float)) and abs(x) < 1e4}
+    return sorted({0.0, 0.5, 1.0, *map(abs, numbers)})[:24]

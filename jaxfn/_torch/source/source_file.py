@@ -1,0 +1,135 @@
+"""Source files of the user's code: definitions in them, and the positions of syntax nodes in their text."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+from collections.abc import Callable, Iterable
+from types import CodeType
+from typing import Any
+
+from jaxfn._torch.values.errors import TranslationError
+
+# The offsets of the first byte of a node, and of the byte after its last one, in the file.
+Span = tuple[int, int]
+FunctionNode = ast.FunctionDef | ast.Lambda
+Definition = ast.FunctionDef | ast.ClassDef
+Node = ast.expr | ast.stmt | ast.keyword | ast.arg | ast.alias
+
+
+class SourceFile:
+    """The text of a Python file and its syntax tree.
+
+    Attributes:
+      path: The file's path.
+      text: Its text as bytes, which the positions count.
+    """
+
+    def __init__(self, path: str, text: str) -> None:
+        self.path = path
+        self.text = text.encode()
+        self.tree = ast.parse(text)
+        self._line_starts = [0]
+        for line in self.text.splitlines(keepends=True):
+            self._line_starts.append(self._line_starts[-1] + len(line))
+        self.parents = {child: node for node in ast.walk(self.tree) for child in ast.iter_child_nodes(node)}
+
+    def span(self, node: Node) -> Span:
+        """Returns the position of a node."""
+        assert node.end_lineno is not None and node.end_col_offset is not None
+        start = self._line_starts[node.lineno - 1] + node.col_offset
+        return start, self._line_starts[node.end_lineno - 1] + node.end_col_offset
+
+    def line_span(self, first: int, last: int) -> Span:
+        """Returns the position of the lines from `first` to `last`."""
+        return self._line_starts[first - 1], self._line_starts[last]
+
+    def slice(self, span: Span) -> str:
+        """Returns the text between two positions."""
+        return self.text[slice(*span)].decode()
+
+    def segment(self, node: Node) -> str:
+        """Returns the text of a node."""
+        return self.slice(self.span(node))
+
+    def lines(self) -> list[str]:
+        """Returns all lines."""
+        return self.text.decode().splitlines()
+
+    def line(self, node: Node) -> str:
+        """Returns the line of a node as part of a message."""
+        text = self.slice(self.line_span(node.lineno, node.lineno)).strip()
+        return f'\n  File "{self.path}", line {node.lineno}\n    {text}'
+
+    def function(self, code: CodeType) -> FunctionNode | None:
+        """Returns the definition of a function with this code; `None` if there is none, or more than one lambda."""
+        found: list[FunctionNode] = [
+            node
+            for node in ast.walk(self.tree)
+            if isinstance(node, (ast.FunctionDef, ast.Lambda))
+            and getattr(node, "name", "<lambda>") == code.co_name
+            and min([node.lineno, *(d.lineno for d in getattr(node, "decorator_list", ()))]) == code.co_firstlineno
+        ]
+        return found[0] if len(found) == 1 else None
+
+    def enclosing_class(self, node: ast.AST) -> ast.ClassDef | None:
+        """Returns the class whose method a definition is."""
+        parent = self.parents.get(node)
+        while isinstance(parent, (ast.If, ast.Try, ast.With)):
+            parent = self.parents.get(parent)
+        return parent if isinstance(parent, ast.ClassDef) else None
+
+
+class SourceFiles:
+    """The files that have been read."""
+
+    def __init__(self) -> None:
+        self._files: dict[str, SourceFile] = {}
+
+    def all(self) -> Iterable[SourceFile]:
+        """Returns the files."""
+        return self._files.values()
+
+    def of(self, function: Callable[..., Any]) -> SourceFile:
+        """Returns the file that defines a function.
+
+        Raises:
+          TranslationError: The source is not available.
+        """
+        path = function.__code__.co_filename
+        if path not in self._files:
+            try:
+                lines, _ = inspect.findsource(function)
+                self._files[path] = SourceFile(path, "".join(lines))
+            except (OSError, TypeError, SyntaxError) as error:
+                name = function.__qualname__
+                raise TranslationError(
+                    f"the source of {name} is not available ({error}), so it cannot be rewritten"
+                ) from error
+        return self._files[path]
+
+
+def root_name(node: ast.expr) -> ast.Name | None:
+    """Returns the variable that an expression such as `x`, `x[i]` or `x.data` is part of."""
+    while isinstance(node, (ast.Attribute, ast.Subscript)):
+        node = node.value
+    return node if isinstance(node, ast.Name) else None
+
+
+def bound_names(node: ast.AST) -> set[str]:
+    """Returns the names that a function's code binds: parameters and assigned variables, without nested functions."""
+    names: set[str] = set()
+    pending = list(ast.iter_child_nodes(node))
+    while pending:
+        child = pending.pop()
+        if isinstance(child, ast.arg):
+            names.add(child.arg)
+        elif isinstance(child, (ast.FunctionDef, ast.ClassDef)):
+            names.add(child.name)
+            continue
+        elif isinstance(child, (ast.Lambda, ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)):
+            continue
+        elif isinstance(child, ast.Name) and not isinstance(child.ctx, ast.Load):
+            names.add(child.id)
+        pending += ast.iter_child_nodes(child)
+    return names

@@ -1,0 +1,96 @@
+"""Comparison of the shape and dtype of JAX code with those that torch had, before the code is run."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import torch
+from jax import lax
+
+from jaxfn._torch.source import helpers
+from jaxfn._torch.source.observe import ObservedTensor
+from jaxfn._torch.source.spelling import NoRuleError, fields
+
+_PYTHON_DTYPES = {torch.bool: "bool", torch.int64: "int", torch.float64: "float", torch.complex128: "complex"}
+
+
+def dtype_text(dtype: torch.dtype) -> str:
+    """Returns a dtype as JAX code. 64-bit dtypes are Python's, which are 32-bit ones with x64 off."""
+    return _PYTHON_DTYPES.get(dtype) or f"jnp.{str(dtype).removeprefix('torch.')}"
+
+
+def numpy_dtype(dtype: torch.dtype) -> Any:
+    """Returns the NumPy dtype of a torch dtype."""
+    return jnp.dtype(str(dtype).removeprefix("torch."))
+
+
+class TemplateCheck:
+    """Evaluates the shapes and dtypes of templates."""
+
+    def __init__(self) -> None:
+        self._names = {"jax": jax, "jnp": jnp, "np": np, "lax": lax, **vars(helpers)}
+
+    def shape(self, template: str, values: Mapping[str, Any], expected: Any) -> None:
+        """Raises `NoRuleError` if a template fails for these arguments, or has another shape than torch's result."""
+        if not _is_checkable(values):
+            return
+        results = self._evaluate(template, values, x64=False)
+        if isinstance(expected, ObservedTensor) and not isinstance(results, (tuple, list)):
+            found = getattr(results, "shape", ())
+            if tuple(found) != expected.shape:
+                raise NoRuleError(f"JAX's result has the shape {tuple(found)}, torch's {expected.shape}")
+
+    def cast(self, template: str, values: Mapping[str, Any], expected: ObservedTensor) -> bool:
+        """Whether JAX's result has another dtype than torch's, with x64 on or off."""
+        if not _is_checkable(values):
+            return False
+        for x64 in (False, True):
+            result = self._evaluate(template, values, x64)
+            with jax.enable_x64(x64):
+                dtype = jax.dtypes.canonicalize_dtype(numpy_dtype(expected.dtype))
+            if hasattr(result, "dtype") and result.dtype != dtype:
+                return True
+        return False
+
+    def _evaluate(self, template: str, values: Mapping[str, Any], x64: bool) -> Any:
+        code = re.sub(r"\{(\w+)(:[^}]*)?\}", r"_\1", template)
+        code = re.sub(r"_(\w+_args)\b", r"*_\1", code)
+        arrays: dict[str, Any] = {}
+        with jax.enable_x64(x64):
+            for name in {*fields(template)}:
+                if name == "key":
+                    arrays["_key"] = jax.random.key(0)
+                else:
+                    arrays[f"_{name}"] = _abstract(values.get(name))
+            is_abstract = {n: any(map(_is_abstract, jax.tree_util.tree_leaves(v))) for n, v in arrays.items()}
+            static = {name: value for name, value in arrays.items() if not is_abstract[name]}
+            traced = {name: value for name, value in arrays.items() if is_abstract[name]}
+            try:
+                return jax.eval_shape(partial(eval, code, self._names | static), traced)
+            except Exception as error:
+                raise NoRuleError(f"`{template}` fails: {str(error).splitlines()[0]}") from error
+
+
+def _is_checkable(values: Mapping[str, Any]) -> bool:
+    return not any(callable(x) and not isinstance(x, (type, torch.dtype)) for x in values.values())
+
+
+def _is_abstract(value: Any) -> bool:
+    return isinstance(value, jax.ShapeDtypeStruct)
+
+
+def _abstract(value: Any) -> Any:
+    if isinstance(value, ObservedTensor):
+        return jax.ShapeDtypeStruct(value.shape, jax.dtypes.canonicalize_dtype(numpy_dtype(value.dtype)))
+    if isinstance(value, torch.dtype):
+        return jax.dtypes.canonicalize_dtype(numpy_dtype(value))
+    if isinstance(value, (list, tuple)):
+        items = [_abstract(x) for x in value]
+        return items if isinstance(value, list) else tuple(items)
+    return value

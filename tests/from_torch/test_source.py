@@ -1,0 +1,270 @@
+"""Rows H17 and H18: torch code that is rewritten for JAX, compared with torch, and code that is not supported."""
+
+from __future__ import annotations
+
+import functools
+import json
+import math
+import subprocess
+import sys
+import textwrap
+import types
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jaxfn
+from tests.support.marks import row, slow
+
+torch = pytest.importorskip("torch")
+
+from examples.ported import originals  # noqa: E402
+from tests.support import source_examples as samples  # noqa: E402
+
+ROOT = Path(__file__).parents[2]
+
+
+def normal(*shape: int, seed: int = 0) -> np.ndarray:
+    return np.random.default_rng(seed).standard_normal(shape).astype(np.float32)
+
+
+def load(text: str) -> types.ModuleType:
+    module = types.ModuleType("written")
+    exec(compile(text, "written.py", "exec"), vars(module))
+    return module
+
+
+def source_of(function: Any, *args: Any, **options: Any) -> str:
+    return jaxfn.from_torch(function).source(*args, **options)
+
+
+def assert_as_torch(function: Any, text: str, *args: Any) -> None:
+    """Compares outputs, gradients and their derivatives with torch's, eagerly and compiled, at new values."""
+    module = load(text)
+    port = getattr(module, function.__name__)
+    port, call = (port.apply, function.apply) if isinstance(function, type) else (port, function)
+    indices = [i for i, x in enumerate(args) if isinstance(x, np.ndarray) and x.dtype.kind in "fc"]
+    values = [np.asarray(x * 0.7 + 0.1, x.dtype) if i in indices else x for i, x in enumerate(args)]
+    leaves = {i: torch.from_numpy(values[i].copy()).requires_grad_() for i in indices}
+    tensors = [torch.from_numpy(np.array(x)) if isinstance(x, np.ndarray) else x for x in values]
+    outputs = leaves_of(call(*(leaves[i] * 1 if i in leaves else x for i, x in enumerate(tensors))))
+    differentiable = [y for y in outputs if y.requires_grad]
+
+    def ported(*arrays: Any) -> list[Any]:
+        full = [getattr(module, x.__name__) if callable(x) else x for x in values]
+        for i, x in zip(indices, arrays, strict=True):
+            full[i] = x
+        return [jnp.asarray(y) for y in jax.tree.leaves(port(*full))]
+
+    arrays = [jnp.asarray(values[i]) for i in indices]
+    for run in (ported, jax.jit(ported)):
+        for got, wanted in zip(run(*arrays), outputs, strict=True):
+            np.testing.assert_allclose(got, wanted.detach().numpy(), rtol=1e-4, atol=1e-5)
+    if not differentiable or not indices:
+        return
+    weights = [torch.cos(torch.arange(y.numel(), dtype=torch.float32)).reshape(y.shape).to(y.dtype) for y in outputs]
+    chosen = [w for w, y in zip(weights, outputs, strict=True) if y.requires_grad]
+    gradients = torch.autograd.grad(differentiable, [*leaves.values()], chosen, allow_unused=True)
+
+    def loss(*arrays: Any) -> Any:
+        terms = zip(ported(*arrays), weights, outputs, strict=True)
+        return sum(jnp.real(y * jnp.asarray(w.numpy()).conj()).sum() for y, w, wanted in terms if wanted.requires_grad)
+
+    for got, wanted in zip(jax.grad(loss, range(len(arrays)))(*arrays), gradients, strict=True):
+        expected = np.zeros(got.shape) if wanted is None else wanted.numpy()
+        np.testing.assert_allclose(np.conj(got), expected, rtol=1e-4, atol=1e-5)
+
+
+def leaves_of(value: Any) -> list[Any]:
+    return [value] if isinstance(value, torch.Tensor) else list(value)
+
+
+@row("H17")
+@pytest.mark.parametrize("name", samples.WRITTEN)
+def test_the_written_source_computes_as_torch(name):
+    function, args = samples.WRITTEN[name]
+    text = source_of(function, *args)
+    assert "torch" not in text.partition('"""\n\n')[2].replace("torch.Tensor", "")
+    assert_as_torch(function, text, *args)
+
+
+@row("H17")
+def test_only_calls_of_torch_change():
+    """Comments, layout, names, control flow and docstrings are those of the original."""
+    text = source_of(originals.FocalLoss, normal(5, 3), np.ones((5, 3), np.int64), 2.0)
+    old = (ROOT / "examples/ported/originals.py").read_text().splitlines()
+    new = text[text.index("class") :].splitlines()
+    assert [line for line in new if line.strip() and line not in old] == [
+        "class FocalLoss(jaxfn.Function):",
+        "        log_p = jax.nn.log_sigmoid(signs * logits)",
+        "        p = jnp.exp(log_p)",
+        "        log_p = jax.nn.log_sigmoid(signs * logits)",
+        "        p = jnp.exp(log_p)",
+        "        return grad_output * signs * slope / logits.size, None, None",
+    ]
+
+
+PORTED = {
+    "focal_loss": ("FocalLoss", [(normal(5, 3), np.ones((5, 3), np.int64), 2.0)]),
+    "learned_step_quantizer": ("LearnedStepQuantizer", [(normal(4, 5), np.float32(0.3), 3)]),
+    "sinkhorn": ("Sinkhorn", [(normal(2, 4, 3), 5)]),
+    "group_norm": (
+        "GroupNorm",
+        [(normal(2, 6, 3, 5), normal(6), normal(6, seed=1), 3), (normal(2, 6, 3, 5), normal(6), None, 2)],
+    ),
+    "stochastic_rounding": ("StochasticRounding", [(normal(4, 5), 8)]),
+}
+
+
+@row("H17")
+@pytest.mark.parametrize("file", PORTED)
+def test_the_files_of_the_examples_are_what_is_written(file):
+    name, (first, *more) = PORTED[file]
+    text = source_of(getattr(originals, name), *first, examples=more)
+    assert text == (ROOT / f"examples/ported/{file}.py").read_text()
+
+
+@row("H17")
+def test_random_numbers_are_those_of_the_converted_function():
+    function, x = originals.StochasticRounding, normal(4, 5)
+    port = load(source_of(function, x, 8)).StochasticRounding
+    key = jax.random.key(3)
+    expected = jaxfn.from_torch(function).apply(x, 8, key=key)
+    np.testing.assert_array_equal(port.apply(x, 8, key=key), expected)
+    noisy = load(source_of(samples.NoisyGradient, x)).NoisyGradient
+    for ours in (noisy.apply, jax.jit(noisy.apply)):
+        gradient = jax.grad(lambda x: ours(x, key=key).sum())(x)
+        wanted = jax.grad(lambda x: jaxfn.from_torch(samples.NoisyGradient).apply(x, key=key).sum())(x)
+        np.testing.assert_allclose(gradient, wanted, rtol=1e-6)
+
+
+@row("H17")
+def test_x64_and_other_dtypes_give_the_dtypes_of_torch():
+    text = source_of(samples.Promotes, np.arange(6).reshape(2, 3), normal(2, 3))
+    port, converted = load(text).Promotes, jaxfn.from_torch(samples.Promotes)
+    for x64 in (False, True):
+        with jax.enable_x64(x64):
+            args = jnp.arange(6).reshape(2, 3), jnp.asarray(normal(2, 3))
+            for got, wanted in zip(port.apply(*args), converted.apply(*args), strict=True):
+                assert got.dtype == wanted.dtype
+                np.testing.assert_allclose(got, wanted, rtol=1e-6)
+
+
+@row("H17")
+def test_strict_spellings_only_where_a_derivative_needs_them():
+    text = source_of(samples.AbsoluteTwice, normal(3, 4))
+    assert "ctx.size = jnp.abs(x)" in text and "return grad_output * absolute(x)" in text
+    gradient = jax.grad(lambda x: jax.grad(lambda x: load(text).AbsoluteTwice.apply(x).sum())(x).sum())
+    np.testing.assert_array_equal(gradient(jnp.array([0.0, 2.0, -1.0])), [0.0, 1.0, -1.0])
+
+
+@row("H17")
+def test_lines_that_no_example_reached_raise():
+    text = source_of(samples.Branches, normal(3), "sin")
+    port = load(text).Branches
+    np.testing.assert_allclose(port.apply(jnp.ones(3), "sin"), np.sin(np.ones(3)), rtol=1e-6)
+    with pytest.raises(NotImplementedError, match="no example reached source_examples.py, line"):
+        port.apply(jnp.ones(3), "exp")
+    both = load(source_of(samples.Branches, normal(3), "sin", examples=[(normal(3), "exp")])).Branches
+    np.testing.assert_allclose(both.apply(jnp.ones(3), "exp"), np.exp(np.ones(3)), rtol=1e-6)
+
+
+@row("H17")
+def test_functions_nested_functions_and_helpers_are_written_once():
+    text = source_of(samples.loss, normal(4, 3), normal(4, 3, seed=1))
+    assert text.count("class Clipped(jaxfn.Function)") == text.count("def scaled(") == 1
+    assert_as_torch(samples.loss, text, normal(4, 3), normal(4, 3, seed=1))
+    partial = jaxfn.from_torch(functools.partial(samples.loss, slope=3.0))
+    assert callable(partial)
+
+
+@row("H17")
+def test_names_of_the_user_are_not_shadowed():
+    text = source_of(samples.Shadows, normal(3), normal(3, seed=1))
+    assert_as_torch(samples.Shadows, text, normal(3), normal(3, seed=1))
+    assert "import jax.numpy as jnp_" in text
+
+
+@row("H18")
+@pytest.mark.parametrize("name", samples.NOT_SUPPORTED)
+def test_what_cannot_be_written_raises_with_the_line(name):
+    function, args, message = samples.NOT_SUPPORTED[name]
+    with pytest.raises(jaxfn.TranslationError, match=message):
+        source_of(function, *args)
+
+
+@row("H18")
+def test_results_that_differ_raise(monkeypatch):
+    """A wrong rule of the table is found by the comparison."""
+    from jaxfn._torch.source import table
+
+    entries = dict(table.table())
+    (tanh,) = entries["tanh"]
+    monkeypatch.setattr(table, "table", lambda: entries)
+    monkeypatch.setattr("jaxfn._torch.source.rewrite.table", lambda: entries)
+    for wrong, what in {"jnp.sinh({input})": "outputs", "{input} / jnp.cosh({input})": "outputs"}.items():
+        entries["tanh"] = [tanh._replace(plain=wrong, strict=wrong)]
+        with pytest.raises(jaxfn.TranslationError, match=f"Tanh: the rewritten source has other {what}"):
+            source_of(samples.Tanh, normal(3))
+
+
+@row("H18")
+def test_modules_and_partials_raise():
+    with pytest.raises(TypeError, match=r"the source of a module \(Linear\) is not rewritten"):
+        jaxfn.from_torch(torch.nn.Linear(2, 3)).source(np.ones((4, 2)))
+
+
+@row("H18")
+def test_the_state_of_the_code_is_unchanged():
+    code = samples.Tanh.forward.__code__
+    names = set(vars(samples))
+    source_of(samples.Tanh, normal(3))
+    assert samples.Tanh.forward.__code__ is code and set(vars(samples)) == names
+
+
+@row("H17")
+@slow
+def test_the_written_source_runs_without_torch(tmp_path):
+    (tmp_path / "written.py").write_text(source_of(originals.Sinkhorn, normal(2, 4, 3), 5))
+    program = """
+        import sys
+        sys.modules["torch"] = None
+        import jax.numpy as jnp, written
+        print(written.Sinkhorn.apply(jnp.zeros((1, 2, 2)), 3).sum())
+    """
+    command = [sys.executable, "-c", textwrap.dedent(program)]
+    result = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert result.stdout.strip() == "2.0", result.stderr
+
+
+@row("L5")
+def test_the_command_writes_the_file_its_test_and_the_oracle(tmp_path):
+    (tmp_path / "theirs.py").write_text((ROOT / "examples/ported/originals.py").read_text())
+    example = "float32[5,3], int64[5,3] < 2, 2.0"
+    command = [
+        sys.executable,
+        "-m",
+        "jaxfn",
+        "port",
+        "theirs:FocalLoss",
+        "--example",
+        example,
+        "-o",
+        "focal.py",
+        "--json",
+    ]
+    result = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stderr
+    assert json.loads(result.stdout)["files"] == ["focal.py", "test_focal.py", "focal.npz"]
+    assert math.prod(np.load(tmp_path / "focal.npz")["input/0"].shape) == 15
+    test = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "test_focal.py"]
+    result = subprocess.run(test, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert "2 passed" in result.stdout, result.stdout
+    wrong = subprocess.run(
+        [*command[:6], "float32[", "-o", "f.py"], cwd=tmp_path, capture_output=True, text=True, check=False
+    )
+    assert wrong.returncode == 2 and "is not a list of arguments" in wrong.stderr

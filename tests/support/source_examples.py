@@ -1,0 +1,368 @@
+"""torch code, with arguments, that is rewritten for JAX; and code that is not, with the message."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F  # noqa: N812
+from torch import where
+from torch.autograd import Function
+from torch.autograd.function import once_differentiable
+
+SCALE = 0.25  # of a loss
+
+WRITTEN: dict[str, tuple[Any, tuple[Any, ...]]] = {}
+NOT_SUPPORTED: dict[str, tuple[Any, tuple[Any, ...], str]] = {}
+
+
+def normal(*shape: int, seed: int = 0) -> np.ndarray:
+    return np.random.default_rng(seed).standard_normal(shape).astype(np.float32)
+
+
+def written(*args: Any) -> Callable[[Any], Any]:
+    def enter(function: Any) -> Any:
+        WRITTEN[function.__name__] = function, args
+        return function
+
+    return enter
+
+
+def not_supported(message: str, *args: Any) -> Callable[[Any], Any]:
+    def enter(function: Any) -> Any:
+        NOT_SUPPORTED[function.__name__] = function, args, message
+        return function
+
+    return enter
+
+
+@written(normal(4, 6), normal(4, 6, seed=1))
+class SeveralOutputs(Function):
+    """Three outputs, one of them integers, and gradients that are None."""
+
+    @staticmethod
+    def forward(ctx, x, y):
+        ctx.set_materialize_grads(False)
+        values, index = torch.max(x * y, dim=1, keepdim=True)
+        ctx.mark_non_differentiable(index)
+        ctx.save_for_backward(x, y, index)
+        return values, index, x.sin() * y
+
+    @staticmethod
+    def backward(ctx, grad_values, _, grad_sin):
+        x, y, index = ctx.saved_tensors
+        grad_x = grad_y = None
+        if grad_values is not None:
+            grad = torch.zeros_like(x).scatter(1, index, grad_values)
+            grad_x, grad_y = grad * y, grad * x
+        if grad_sin is not None:
+            grad_x = grad_sin * x.cos() * y + (0 if grad_x is None else grad_x)
+            grad_y = grad_sin * x.sin() + (0 if grad_y is None else grad_y)
+        return grad_x, grad_y
+
+
+@written(normal(3, 5))
+class InPlace(Function):
+    """Updates of an argument, of parts, by masks, and of temporary values."""
+
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        y = x.clone().mul_(2).add_(1)
+        y[:, 1] += 3
+        y[:, 2:] *= x[:, 2:]
+        y[1] = x[1].exp()
+        y[y > 2] = y[y > 2] * 0.5
+        with torch.no_grad():
+            y.sub_(torch.ones_like(y))
+        return y
+
+    @staticmethod
+    def backward(ctx, grad_output):
+        (x,) = ctx.saved_tensors
+        grad = grad_output.clone()
+        grad[x < 0] = 0
+        return grad.mul_(x)
+
+
+@written(normal(3, 5))
+class MarksDirty(Function):
+    @staticmethod
+    def forward(ctx, x):
+        ctx.mark_dirty(x)
+        x.clamp_(min=0)
+        ctx.save_for_backward(x)
+        return x
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad_output):
+        (y,) = ctx.saved_tensors
+        return grad_output * (y > 0)
+
+
+@written((normal(4) + 1j * normal(4, seed=1)).astype(np.complex64))
+class ComplexSquare(Function):
+    @staticmethod
+    def forward(ctx, z):
+        ctx.save_for_backward(z)
+        return z * z.conj(), z.abs()
+
+    @staticmethod
+    def backward(ctx, grad_square, grad_abs):
+        (z,) = ctx.saved_tensors
+        return 2 * grad_square.real * z + grad_abs * z / z.abs()
+
+
+@written(normal(5, 3), normal(4, 3, seed=1), normal(4, seed=2))
+class SeparateStyle(Function):
+    @staticmethod
+    def forward(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        return F.linear(x, weight, bias)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        x, weight, _ = inputs
+        ctx.save_for_backward(x, weight)
+
+    @staticmethod
+    def backward(ctx, grad_output):
+        x, weight = ctx.saved_tensors
+        return grad_output.mm(weight), grad_output.t() @ x, grad_output.sum(0)
+
+
+def scaled(x, *, slope=2.0):
+    return slope * torch.tanh(x)
+
+
+class Clipped(Function):
+    bound = 0.5
+
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        return torch.clamp(x, -Clipped.bound, Clipped.bound)
+
+    @staticmethod
+    def backward(ctx, grad_output):
+        (x,) = ctx.saved_tensors
+        return grad_output * (x.abs() <= Clipped.bound).type_as(x)
+
+
+clipped = Clipped.apply
+
+
+def loss(x, y, slope=2.0):
+    """A function of tensors, with a helper, a Function under two names, and a constant."""
+    difference = scaled(x, slope=slope) - scaled(y)
+    return SCALE * (clipped(difference) + Clipped.apply(x) ** 2).mean(dim=0).sum()
+
+
+@written(normal(3, 4), scaled)
+class TakesFunction(Function):
+    @staticmethod
+    def forward(ctx, x, function):
+        ctx.save_for_backward(x)
+        return function(x)
+
+    @staticmethod
+    def backward(ctx, grad_output):
+        (x,) = ctx.saved_tensors
+        return grad_output * (2 - 2 * torch.tanh(x) ** 2), None
+
+
+@written(normal(2, 3, 4), normal(2, 4, 5, seed=1))
+class Loops(Function):
+    """Nested functions, lambdas, comprehensions, loops over shapes, names that are bound twice."""
+
+    @staticmethod
+    def forward(ctx, a, b):
+        def product(x, y, transpose=False):
+            return torch.bmm(x, y.transpose(1, 2) if transpose else y)
+
+        ctx.save_for_backward(a, b)
+        total = product(a, b)
+        for i in range(a.size(0)):
+            total = total + where(total[i] > 0, total[i], torch.zeros_like(total[i]))
+        square = lambda x: x * x  # noqa: E731
+        return torch.stack([square(row) for row in total]).sum(-1), len(total) * a.norm()
+
+    @staticmethod
+    def backward(ctx, grad_output, grad_norm):
+        a, b = ctx.saved_tensors
+        grad = grad_output.unsqueeze(-1).expand(-1, -1, b.shape[-1]) * torch.bmm(a, b)
+        norm = torch.sqrt((a**2).sum())
+        return grad @ b.mT + 2 * grad_norm * a / norm, torch.einsum("bij,bik->bjk", a, grad)
+
+
+@written(normal(2, 3, 7, 6), normal(4, 3, 3, 2, seed=1))
+class Convolution(Function):
+    @staticmethod
+    def forward(ctx, x, weight):
+        ctx.save_for_backward(x, weight)
+        return F.conv2d(x, weight, stride=2, padding=(1, 0))
+
+    @staticmethod
+    def backward(ctx, grad_output):
+        x, weight = ctx.saved_tensors
+        grad_x = grad_weight = None
+        if ctx.needs_input_grad[0]:
+            grad_x = torch.nn.grad.conv2d_input(x.shape, weight, grad_output, stride=2, padding=(1, 0))
+        if ctx.needs_input_grad[1]:
+            grad_weight = torch.nn.grad.conv2d_weight(x, weight.shape, grad_output, stride=2, padding=(1, 0))
+        return grad_x, grad_weight
+
+
+class Promotes(Function):
+    """Integers, floats and Python numbers, whose results have other dtypes in JAX with x64."""
+
+    @staticmethod
+    def forward(ctx, n, x):
+        quotient = n / 4 + torch.ones(3)
+        return quotient, n // 2 * x, torch.where(n > 2, 1.0, 0.5), n.sum(), torch.arange(3) * 0.5, n.float().mean()
+
+    @staticmethod
+    def backward(ctx, *grads):
+        return None, grads[1]
+
+
+class AbsoluteTwice(Function):
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        ctx.size = torch.abs(x)
+        return x * x.abs() / 2
+
+    @staticmethod
+    def backward(ctx, grad_output):
+        (x,) = ctx.saved_tensors
+        return grad_output * torch.abs(x)
+
+
+class NoisyGradient(Function):
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(torch.bernoulli(torch.full_like(x, 0.5)))
+        return x + torch.randn_like(x)
+
+    @staticmethod
+    def backward(ctx, grad_output):
+        (mask,) = ctx.saved_tensors
+        noise = torch.rand_like(grad_output) + torch.empty_like(mask).uniform_(1, 2)
+        return grad_output * mask * noise
+
+
+class Branches(Function):
+    @staticmethod
+    def forward(ctx, x, kind):
+        ctx.save_for_backward(x)
+        if kind == "sin":
+            return torch.sin(x)
+        elif kind == "exp":
+            return torch.exp(x)
+        elif kind == "cos":
+            return torch.cos(x)
+        else:
+            raise ValueError(f"no kind {kind}")
+
+    @staticmethod
+    def backward(ctx, grad_output):
+        (x,) = ctx.saved_tensors
+        return grad_output * (torch.cos(x) if x.ndim else math.nan), None
+
+
+class Shadows(Function):
+    """Variables with the names of modules and of functions that written modules define."""
+
+    @staticmethod
+    def forward(ctx, jnp, absolute):
+        lax = torch.abs(jnp) * absolute
+        ctx.save_for_backward(jnp, absolute)
+        return lax.sum(0, keepdim=True)
+
+    @staticmethod
+    def backward(ctx, np):
+        jax, absolute = ctx.saved_tensors
+        return np * absolute * torch.sign(jax), np * torch.abs(jax)
+
+
+class Tanh(Function):
+    @staticmethod
+    def forward(ctx, x):
+        y = torch.tanh(x)
+        ctx.save_for_backward(y)
+        return y
+
+    @staticmethod
+    def backward(ctx, grad_output):
+        (y,) = ctx.saved_tensors
+        return grad_output * (1 - y * y)
+
+
+@not_supported(r"y is read after an in-place update, through another variable(.|\n)*return y \+ 1", normal(3, 4))
+class Alias(Function):
+    @staticmethod
+    def forward(ctx, x):
+        y = x.clone()
+        z = y.view(-1)
+        z.mul_(2)
+        return y + 1
+
+    @staticmethod
+    def backward(ctx, grad_output):
+        return 2 * grad_output
+
+
+@not_supported(r"row is read after an in-place update", normal(3, 4))
+class AliasOfRow(Function):
+    @staticmethod
+    def forward(ctx, x):
+        y = x.clone()
+        row = y[0]
+        y[0] = 5.0
+        return y + row.sum()
+
+    @staticmethod
+    def backward(ctx, grad_output):
+        return grad_output
+
+
+@not_supported(r"special_i0e has no rule(.|\n)*return torch.special.i0e\(x\)", normal(3))
+class NoRule(Function):
+    @staticmethod
+    def forward(ctx, x):
+        return torch.special.i0e(x)
+
+    @staticmethod
+    def backward(ctx, grad_output):
+        return grad_output
+
+
+@not_supported(r"reads the value of a tensor(.|\n)*if x.sum\(\) > 0", normal(3))
+class ReadsValue(Function):
+    @staticmethod
+    def forward(ctx, x):
+        if x.sum() > 0:
+            return x * 2
+        return x
+
+    @staticmethod
+    def backward(ctx, grad_output):
+        return grad_output
+
+
+WEIGHT = torch.ones(3)
+
+
+@not_supported("WEIGHT is a tensor outside the function", normal(3))
+class ReadsGlobalTensor(Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x * WEIGHT
+
+    @staticmethod
+    def backward(ctx, grad_output):
+        return grad_output * WEIGHT
