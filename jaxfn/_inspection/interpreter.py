@@ -98,18 +98,27 @@ class EqnInterpreter:
     Args:
       jaxpr, consts: the jaxpr and its constants.
       arguments: its arguments.
+      visit: called with each eqn, its operands and its results.
 
     Attributes:
       non_finite: values that are not finite, by path and steps of the frame, and variable.
+      results: the outputs.
       selected: for results of `select_n` among them, the index of the operand that the number comes from.
     """
 
-    def __init__(self, jaxpr: Any, consts: Sequence[Any], arguments: Sequence[Any]) -> None:
+    def __init__(
+        self,
+        jaxpr: Any,
+        consts: Sequence[Any],
+        arguments: Sequence[Any],
+        visit: Callable[[Any, Sequence[Any], Sequence[Any]], None] | None = None,
+    ) -> None:
         self.non_finite: dict[tuple[Path, tuple[int, ...], Any], NonFiniteValue] = {}
         self.selected: dict[tuple[Path, tuple[int, ...], Any], int] = {}
         self._num_steps: dict[tuple[Path, tuple[int, ...]], int] = {}  # of the sub-jaxprs that ran
         self._shard_maps: dict[int, Callable[..., Sequence[Any]]] = {}  # compiled, by the id of their eqn
-        self._run(jaxpr, consts, arguments, (), ())
+        self._visit = visit
+        self.results = self._run(jaxpr, consts, arguments, (), ())
 
     def frames_inside(self, frame: Frame, number: int) -> Iterator[Frame]:
         """Yields the frames of the sub-jaxprs that an eqn has run, in order."""
@@ -137,6 +146,8 @@ class EqnInterpreter:
             else:
                 results = eval_eqn(eqn, operands)
             record(eqn.outvars, results)
+            if self._visit is not None:
+                self._visit(eqn, operands, results)
             key = (path, steps, eqn.outvars[0]) if eqn.outvars else None
             if eqn.primitive is jax.lax.select_n_p and key in self.non_finite:
                 which = np.asarray(operands[0])

@@ -40,7 +40,7 @@ class Backend(ABC):
         self.function: Callable[..., Any] = function.apply if isinstance(function, type) else function
         if not callable(self.function):
             raise TypeError(f"paritycheck compares functions, got {function!r}")
-        self.name = _function_name(function)
+        self.name = function_name(function)
         self._differentiated_outputs = differentiated
 
     def is_differentiated(self, output: int) -> bool:
@@ -84,7 +84,7 @@ def first_line(error: Exception) -> str:
     return next(iter(str(error).strip().splitlines()), type(error).__name__)
 
 
-def _output_leaves(returned: Any, name: str, is_array: Callable[[Any], bool]) -> dict[int, Any]:
+def output_leaves(returned: Any, name: str, is_array: Callable[[Any], bool]) -> dict[int, Any]:
     """Returns the leaves of a function's result that are arrays or numbers, by index; `None` counts as a leaf."""
     leaves = dict(enumerate(tree_leaves(returned, is_leaf=is_none)))
     for i, leaf in leaves.items():
@@ -96,9 +96,10 @@ def _output_leaves(returned: Any, name: str, is_array: Callable[[Any], bool]) ->
     return {i: leaf for i, leaf in leaves.items() if leaf is not None}
 
 
-def _function_name(function: Any) -> str:
+def function_name(function: Any) -> str:
+    """Returns the name of a function or a Function, or the class of a module."""
     if isinstance(function, partial):
-        return _function_name(function.func)
+        return function_name(function.func)
     name, owner = getattr(function, "__name__", None), getattr(function, "__self__", function)
     if name is not None and (name not in ("apply", "forward", "__call__") or owner is function):
         return name
@@ -127,7 +128,7 @@ class TorchBackend(Backend):
 
         # Copies, since a Function may mutate its inputs, which autograd forbids for leaves.
         returned = inputs.call(self.function, to_torch, [leaf.clone() for leaf in leaves])
-        outputs = _output_leaves(returned, self.name, lambda leaf: isinstance(leaf, torch.Tensor))
+        outputs = output_leaves(returned, self.name, lambda leaf: isinstance(leaf, torch.Tensor))
         return {i: y if isinstance(y, torch.Tensor) else to_torch(np.asarray(y)) for i, y in outputs.items()}
 
     def _differentiated(self, inputs: Inputs, pattern: Sequence[int]) -> tuple[list[Any], list[Any]]:
@@ -138,24 +139,24 @@ class TorchBackend(Backend):
         return [leaves[i] for i in pattern], differentiated
 
     def outputs(self, inputs: Inputs) -> dict[int, Array]:
-        return {i: _to_numpy(y) for i, y in self._call(inputs, [to_torch(x) for x in inputs.values]).items()}
+        return {i: to_numpy(y) for i, y in self._call(inputs, [to_torch(x) for x in inputs.values]).items()}
 
     def gradients(self, inputs: Inputs, pattern: Sequence[int]) -> list[Array]:
         leaves, outputs = self._differentiated(inputs, pattern)
-        grad_outputs = [_drawn(i, y) for i, y in outputs]
-        return [_to_numpy(x) for x in _torch_grad([y for _, y in outputs], leaves, grad_outputs)]
+        grad_outputs = [drawn(i, y) for i, y in outputs]
+        return [to_numpy(x) for x in _torch_grad([y for _, y in outputs], leaves, grad_outputs)]
 
     def second_derivatives(self, inputs: Inputs) -> Measurements:
         leaves, outputs = self._differentiated(inputs, range(len(inputs.values)))
-        grad_outputs = [_drawn(i, y).requires_grad_() for i, y in outputs]
+        grad_outputs = [drawn(i, y).requires_grad_() for i, y in outputs]
         gradients = _torch_grad([y for _, y in outputs], leaves, grad_outputs, create_graph=True)
         if any(map(_leads_to_error_node, gradients)):
             raise RuntimeError("backward was marked with @once_differentiable")
         differentiable = [(i, g) for i, g in enumerate(gradients) if g.requires_grad]
-        directions = [_drawn(100 + i, g) for i, g in differentiable]
+        directions = [drawn(100 + i, g) for i, g in differentiable]
         seconds = _torch_grad([g for _, g in differentiable], [*leaves, *grad_outputs], directions)
         names = [*inputs.names, *(f"grad_output {i}" for i, _ in outputs)]
-        return {name: _to_numpy(x) for name, x in zip(names, seconds, strict=True)}
+        return {name: to_numpy(x) for name, x in zip(names, seconds, strict=True)}
 
 
 def _copied(function: Callable[..., Any], in_double: bool) -> Callable[..., Any]:
@@ -194,13 +195,15 @@ def _leads_to_error_node(tensor: Any) -> bool:
     return False
 
 
-def _to_numpy(tensor: Any) -> Array:
+def to_numpy(tensor: Any) -> Array:
+    """Returns a copy of a tensor as a NumPy array."""
     with jax.enable_x64(True):
         return np.asarray(to_jax(tensor.detach()))
 
 
-def _drawn(seed: int, like: Any) -> Any:
-    return to_torch(draw(seed, like.shape, _to_numpy(like).dtype))
+def drawn(seed: int, like: Any) -> Any:
+    """Returns a tensor of random numbers, with the shape and dtype of another."""
+    return to_torch(draw(seed, like.shape, to_numpy(like).dtype))
 
 
 class JaxBackend(Backend):
@@ -208,7 +211,7 @@ class JaxBackend(Backend):
 
     def _call(self, inputs: Inputs, values: Sequence[Any]) -> dict[int, jax.Array]:
         returned = inputs.call(self.function, jnp.asarray, values)
-        return {i: jnp.asarray(y) for i, y in _output_leaves(returned, self.name, is_array_leaf).items()}
+        return {i: jnp.asarray(y) for i, y in output_leaves(returned, self.name, is_array_leaf).items()}
 
     def outputs(self, inputs: Inputs) -> dict[int, Array]:
         return {i: np.asarray(y) for i, y in self._call(inputs, [jnp.asarray(x) for x in inputs.values]).items()}

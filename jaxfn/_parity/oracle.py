@@ -6,7 +6,7 @@ import json
 import zipfile
 import zlib
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import jax.numpy as jnp
@@ -14,6 +14,7 @@ import numpy as np
 
 from jaxfn._parity.backends import Measurements, first_line
 from jaxfn._parity.inputs import Array
+from jaxfn._parity.module_record import ModuleRecord, module_record
 
 _RUNS = ("native", "double", "nudged")
 
@@ -29,6 +30,7 @@ class Oracle:
       no_second_order: the reason if there are no second derivatives.
       no_double: the reason if the function does not run in double precision; `double` and `nudged` are empty then.
       versions: the versions of torch and NumPy.
+      module: what a module computes.
     """
 
     name: str
@@ -39,6 +41,7 @@ class Oracle:
     no_second_order: str | None
     no_double: str | None
     versions: dict[str, str]
+    module: ModuleRecord | None = None
 
     def without_derivatives(self) -> Oracle:
         """Returns the outputs."""
@@ -51,7 +54,9 @@ def save(path: str, oracle: Oracle) -> None:
     args = [_encoded(arg, f"argument {i}", arrays) for i, arg in enumerate(oracle.args)]
     for run in _RUNS:
         arrays |= {f"{run}/{what}": array for what, array in getattr(oracle, run).items()}
+    module = None if oracle.module is None else _encoded(asdict(oracle.module), "the module", arrays)
     content = {
+        "module": module,
         "name": oracle.name,
         "args": args,
         "no_second_order": oracle.no_second_order,
@@ -100,6 +105,7 @@ def _read(file: Any) -> Oracle:
         no_second_order=content["no_second_order"],
         no_double=content["no_double"],
         versions=content["versions"],
+        module=None if content["module"] is None else module_record(_decoded(content["module"], arrays)),
     )
 
 

@@ -12,20 +12,14 @@ import numpy as np
 
 from jaxfn._observe import CALL_MONITOR, CallMonitor
 from jaxfn._parity.backends import JaxBackend, Measurements, TorchBackend, first_line
+from jaxfn._parity.comparison import compare, errors, rounding
 from jaxfn._parity.inputs import Array, Inputs
+from jaxfn._parity.module_check import check_module
+from jaxfn._parity.module_record import ModuleRecord, record_module
+from jaxfn._parity.names import Names
 from jaxfn._parity.oracle import Oracle, load, save
 from jaxfn._parity.report import ParityReport, Row
-from jaxfn._tree import double, is_inexact
-
-# The relative rounding error of sums and products of usual length, by the coarser dtype of the two.
-_RTOL = {
-    **dict.fromkeys(("float8_e5m2", "float8_e5m2fnuz"), 0.4),
-    **dict.fromkeys(("float8_e4m3fn", "float8_e4m3fnuz"), 0.2),
-    "bfloat16": 2e-2,
-    "float16": 2e-3,
-    **dict.fromkeys(("float32", "complex64"), 2e-5),
-}
-_RTOL_DOUBLE = 1e-9
+from jaxfn._tree import is_inexact
 
 
 def paritycheck(
@@ -37,6 +31,11 @@ def paritycheck(
     rtol: float | None = None,
     raise_exception: bool = True,
     second_order: bool = True,
+    parameters: Any = None,
+    buffers: Any = None,
+    names: Names | None = None,
+    steps: int = 0,
+    learning_rate: float = 1e-2,
 ) -> ParityReport:
     """Compares a JAX function with the torch function that it was ported from, on equal numbers.
 
@@ -47,18 +46,34 @@ def paritycheck(
 
     If the outputs differ in number, shape or dtype, derivatives are those of the other outputs alone.
 
+    With `parameters`, a whole port of a `torch.nn.Module` is compared, in float64: outputs, the gradient of every
+    parameter and input, buffers, and steps of gradient descent. If they differ, `report.first_deviation` names the
+    first layer that does, in forward order for outputs and in backward order for gradients, with the numbers of both.
+    The port needs no marks: the values that torch's layers return and receive are searched among its intermediate
+    values, in any order of axes. A layer that cannot be found so is named by the port, with
+    `jax.ad_checkpoint.checkpoint_name(y, "name of the torch layer")`.
+
     torch drops the derivative of an intermediate that `forward` saved, and jaxfn does not. A second derivative that
     differs for this reason alone does not fail the check; a note says so.
 
     Args:
-      func: The port: a `jaxfn.Function` or any function of JAX arrays.
-      reference: What it is compared with: a `torch.autograd.Function`, any function of tensors, or the path of a file
-        that `record_oracle` wrote, for which torch is not needed.
+      func: The port: a `jaxfn.Function` or any function of JAX arrays. With `parameters`, a function of these and the
+        inputs; with `buffers`, of parameters, buffers and inputs, that returns (outputs, new buffers).
+      reference: What it is compared with: a `torch.autograd.Function`, any function of tensors, a module, or the path
+        of a file that `record_oracle` wrote, for which torch is not needed.
       inputs: The arguments, arrays (of NumPy, of any shapes) and Python values; `None` with a recorded file.
       atol: The absolute tolerance. Default: rounding in the dtype, relative to the largest number of the array.
       rtol: The relative tolerance: `|jax - torch| <= atol + rtol * |torch|`. Default: rounding in the dtype.
       raise_exception: Whether to raise on failure.
       second_order: Whether to compare second derivatives.
+      parameters: The parameters of the port, with the numbers of the module's: any pytree, such as an equinox module,
+        the variables of flax linen, or the state of `flax.nnx.split`.
+      buffers: Its buffers, such as batch statistics.
+      names: Which parameter is which, where numbers, gradients and names do not determine it. Maps the name of a torch
+        parameter, buffer or layer to a path in the pytree ("blocks/0/norm"), or the name of a parameter to a function
+        of the pytree that returns it in torch's layout, for fused and split weights.
+      steps: How many steps of gradient descent to compare, for the sum of the outputs times random numbers.
+      learning_rate: The learning rate of these steps.
 
     Returns:
       A `ParityReport`, which is true if everything agrees. `print` shows it as a table, `to_json()` returns it as JSON.
@@ -66,7 +81,8 @@ def paritycheck(
     Raises:
       ParitycheckError: An array differs; the text names it and the function, and `error.report` has them as data.
       ImportError: torch is not installed, and `reference` is not a path.
-      TypeError: `inputs` are missing, or were passed together with a recorded file.
+      TypeError: `inputs` are missing, or were passed together with a recorded file; `parameters` were passed and the
+        reference is not a module, or they are missing.
       ValueError: The torch function returned no tensor.
 
     Examples:
@@ -86,15 +102,37 @@ def paritycheck(
       >>> bool(report), report.rows[1].what
       (True, 'gradient of input 0')
 
+      A whole module, with a wrong bias:
+
+      >>> module = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.Tanh(), torch.nn.Linear(4, 2))
+      >>> parameters = {name: jnp.asarray(x.detach().numpy()) for name, x in module.named_parameters()}
+      >>> def network(p, x):
+      ...     x = jnp.tanh(x @ p["0.weight"].T + p["0.bias"])
+      ...     return x @ p["2.weight"].T - p["2.bias"]
+      >>> x = np.random.default_rng(0).standard_normal((5, 3)).astype(np.float32)
+      >>> report = jaxfn.paritycheck(network, module, [x], parameters=parameters, raise_exception=False)
+      >>> report.first_deviation.layer, report.first_deviation.what
+      ('2', 'output')
+
     Torch counterpart: none.
     """
-    if isinstance(reference, (str, os.PathLike)):
-        if inputs is not None:
-            raise TypeError("paritycheck: a recorded file has its own inputs. Omit `inputs`.")
+    is_file = isinstance(reference, (str, os.PathLike))
+    if is_file and inputs is not None:
+        raise TypeError("paritycheck: a recorded file has its own inputs. Omit `inputs`.")
+    if not is_file and inputs is None:
+        raise TypeError("paritycheck: `inputs` are missing. Pass the arguments on which to compare.")
+    if parameters is not None:
+        record, versions = _module_record(reference, inputs, steps, learning_rate)
+        report = check_module(func, record, parameters, buffers, names or {}, versions, rtol, atol)
+        if raise_exception:
+            report.raise_if_failed()
+        return report
+    if buffers is not None or names is not None or steps:
+        raise TypeError("paritycheck: `buffers`, `names` and `steps` need `parameters`, those of the port.")
+    if is_file:
         oracle = load(os.fspath(reference))
     else:
-        if inputs is None:
-            raise TypeError("paritycheck: `inputs` are missing. Pass the arguments on which to compare.")
+        assert inputs is not None
         oracle = _run_torch(reference, inputs, second_order, "paritycheck")
     port = JaxBackend(func)
     found = port.outputs(Inputs(oracle.args))
@@ -118,18 +156,26 @@ def paritycheck(
     return report
 
 
-def record_oracle(func: Any, inputs: Sequence[Any], path: str | os.PathLike[str]) -> None:
+def record_oracle(
+    func: Any,
+    inputs: Sequence[Any],
+    path: str | os.PathLike[str],
+    *,
+    steps: int = 0,
+    learning_rate: float = 1e-2,
+) -> None:
     """Writes the results of a torch function to a file, for `paritycheck` in an environment without torch.
 
     Args:
-      func: A `torch.autograd.Function` or any function of tensors.
+      func: A `torch.autograd.Function`, any function of tensors, or a module.
       inputs: The arguments, arrays and Python values that JSON supports.
       path: The file, usually `*.npz`. It has inputs, outputs, gradients, second derivatives and versions, and no
-        pickles.
+        pickles. For a module it has its parameters, buffers and the values between its layers too.
+      steps, learning_rate: The steps of gradient descent of a module, as in `paritycheck`.
 
     Raises:
       ImportError: torch is not installed.
-      TypeError: An argument cannot be written.
+      TypeError: An argument cannot be written, or `steps` were passed for a function.
       ValueError: `func` returned no tensor.
 
     Examples:
@@ -141,7 +187,44 @@ def record_oracle(func: Any, inputs: Sequence[Any], path: str | os.PathLike[str]
 
     Torch counterpart: none.
     """
-    save(os.fspath(path), _run_torch(func, inputs, True, "record_oracle"))
+    oracle = _run_torch(func, inputs, True, "record_oracle")
+    if isinstance(func, _import_torch("record_oracle").nn.Module):
+        oracle = replace(oracle, module=record_module(func, inputs, steps, learning_rate))
+    elif steps:
+        raise TypeError("record_oracle: only a module has parameters, which `steps` of gradient descent update.")
+    save(os.fspath(path), oracle)
+
+
+def _module_record(
+    reference: Any, inputs: Sequence[Any] | None, steps: int, learning_rate: float
+) -> tuple[ModuleRecord, dict[str, str]]:
+    """Returns the results of a torch module, computed or recorded, and the versions."""
+    if inputs is None:
+        if steps:
+            raise TypeError("paritycheck: a recorded file has its own steps. Pass `steps` to record_oracle.")
+        oracle = load(os.fspath(reference))
+        if oracle.module is None:
+            raise TypeError(f"paritycheck: {reference} is not of a module, so `parameters` cannot be compared.")
+        return oracle.module, oracle.versions
+    torch = _import_torch("paritycheck")
+    if not isinstance(reference, torch.nn.Module):
+        raise TypeError(f"paritycheck: with `parameters`, the reference has to be a torch module, got {reference!r}")
+    return record_module(reference, inputs, steps, learning_rate), _versions(torch)
+
+
+def _import_torch(what: str) -> Any:
+    try:
+        import torch
+    except ImportError as error:
+        raise ImportError(
+            f"jaxfn.{what} runs the torch function, and torch is not installed. Run `pip install torch` (the CPU "
+            "build suffices), or call jaxfn.record_oracle where it is installed, and pass that file to paritycheck."
+        ) from error
+    return torch
+
+
+def _versions(torch: Any) -> dict[str, str]:
+    return {"torch": torch.__version__, "numpy": np.__version__}
 
 
 def _are_alike(ours: Array, expected: Array) -> bool:
@@ -151,13 +234,7 @@ def _are_alike(ours: Array, expected: Array) -> bool:
 def _run_torch(
     func: Any, args: Sequence[Any], second_order: bool, what: str, differentiated: Collection[int] | None = None
 ) -> Oracle:
-    try:
-        import torch
-    except ImportError as error:
-        raise ImportError(
-            f"jaxfn.{what} runs the torch function, and torch is not installed. Run `pip install torch` (the CPU "
-            "build suffices), or call jaxfn.record_oracle where it is installed, and pass that file to paritycheck."
-        ) from error
+    torch = _import_torch(what)
     if not isinstance(args, (list, tuple)):
         args = (args,)
     inputs = Inputs(args)
@@ -184,7 +261,7 @@ def _run_torch(
         nudged=nudged,
         no_second_order=no_second_order,
         no_double=no_double,
-        versions={"torch": torch.__version__, "numpy": np.__version__},
+        versions=_versions(torch),
     )
 
 
@@ -206,7 +283,7 @@ def _compare(
         if what.startswith("second derivative") and not second_order:
             continue
         in_double = ours.double.get(what), oracle.double.get(what)
-        row = _row(backend.name, what, ours.native.get(what), expected, rtol, atol, _relative_error(*in_double))
+        row = compare(backend.name, what, ours.native.get(what), expected, rtol, atol, _relative_error(*in_double))
         if row.verdict == "differs":
             row.verdict = _explain(what, ours, oracle)
         elif row.verdict == "equal" and atol is rtol is None and _is_hidden(*in_double, ours.coarsest):
@@ -218,7 +295,7 @@ def _compare(
             stopped = _measure(backend, inputs, second_order)
         for row in wrong:
             array, expected = stopped.native.get(row.what), oracle.native[row.what]
-            again = _row(backend.name, row.what, array, expected, rtol, atol, None)
+            again = compare(backend.name, row.what, array, expected, rtol, atol, None)
             is_hidden = _is_hidden(stopped.double.get(row.what), oracle.double.get(row.what), stopped.coarsest)
             is_equal = again.verdict == "equal" and not is_hidden
             row.verdict = "intermediate" if is_equal else _explain(row.what, stopped, oracle)
@@ -258,57 +335,12 @@ def _measure(backend: JaxBackend, inputs: Inputs, second_order: bool) -> _Measur
     coarsest, no_double = np.dtype(np.float32), None
     try:
         with jax.enable_x64(True):
-            coarsest = max(backend.dtypes(inputs.in_double()), key=lambda dtype: _RTOL.get(str(dtype), 0.0))
+            coarsest = max(backend.dtypes(inputs.in_double()), key=rounding)
             double, _ = backend.measure(inputs.in_double(), second_order)
             nudged, _ = backend.measure(inputs.nudged(), second_order)
     except Exception as error:  # it ran in the dtypes of the inputs: it has arrays of these, or checks dtypes
         no_double = first_line(error)
     return _Measured(native, double, nudged, no_second_order, no_double, coarsest)
-
-
-def _row(
-    function: str,
-    what: str,
-    ours: Array | None,
-    expected: Array,
-    rtol: float | None,
-    atol: float | None,
-    double_error: float | None,
-) -> Row:
-    row = Row(function, what, expected.shape, str(expected.dtype), double_error=double_error)
-    if ours is None:
-        return replace(row, verdict="missing")
-    if ours.shape != expected.shape:
-        return replace(row, verdict=f"shape {ours.shape}")
-    dtype = jax.dtypes.canonicalize_dtype(expected.dtype)
-    error, relative, excess, tolerance = _errors(ours, expected, dtype, rtol, atol)
-    verdict = f"dtype {ours.dtype}" if ours.dtype != dtype else "differs" if excess > 1 else "equal"
-    return replace(row, max_error=error, relative_error=relative, tolerance=tolerance, verdict=verdict)
-
-
-def _errors(
-    ours: Array, expected: Array, dtype: Any, rtol: float | None = None, atol: float | None = None
-) -> tuple[float, float, float, float]:
-    """Returns the largest absolute error, relative error, and ratio of error to tolerance, and that tolerance."""
-    if not ours.size:
-        return 0.0, 0.0, 0.0, 0.0
-    common = double(np.complex64 if "c" in (ours.dtype.kind, expected.dtype.kind) else np.float32)
-    a, b = ours.astype(common), expected.astype(common)
-    with np.errstate(invalid="ignore", divide="ignore"):
-        if is_inexact(ours.dtype) or is_inexact(expected.dtype):
-            usual = _RTOL.get(str(dtype), _RTOL_DOUBLE)
-            error = np.where((a == b) | (np.isnan(a) & np.isnan(b)), 0.0, np.abs(a - b))
-            error = np.where(np.isnan(error), np.inf, error)
-        else:  # integers are exact, also those that float64 does not have
-            usual = 0.0
-            error = np.abs(np.asarray(ours.astype(object) - expected.astype(object), np.float64))
-        finite = np.abs(b[np.isfinite(b)])
-        scale = float(finite.max()) if finite.size else 0.0
-        tolerance = (usual * scale if atol is None else atol) + (usual if rtol is None else rtol) * np.abs(b)
-        excess = np.where(error > 0, error / np.where(np.isfinite(tolerance), tolerance, 0.0), 0.0)
-        relative = np.where(error > 0, error / np.abs(b), 0.0)
-    worst = int(np.argmax(excess))
-    return float(error.max()), float(relative.max()), float(excess.max()), float(np.ravel(tolerance)[worst])
 
 
 def _explain(what: str, ours: _Measured, oracle: Oracle) -> str:
@@ -327,17 +359,17 @@ def _agrees(ours: Array | None, expected: Array | None) -> bool:
         return False
     # A function may compute in single precision whatever the dtypes of its inputs are.
     coarser = min((ours.dtype, expected.dtype), key=lambda dtype: dtype.itemsize)
-    return _errors(ours, expected, coarser)[2] <= 1
+    return errors(ours, expected, coarser)[2] <= 1
 
 
 def _is_hidden(ours: Array | None, expected: Array | None, coarsest: np.dtype[Any]) -> bool:
     """Whether results in double precision differ, so that equality in half precision says nothing."""
     if ours is None or expected is None or ours.shape != expected.shape or not is_inexact(ours.dtype):
         return False
-    return _errors(ours, expected, coarsest)[2] > 1
+    return errors(ours, expected, coarsest)[2] > 1
 
 
 def _relative_error(ours: Array | None, expected: Array | None) -> float | None:
     if ours is None or expected is None or ours.shape != expected.shape:
         return None
-    return _errors(ours, expected, ours.dtype)[1]
+    return errors(ours, expected, ours.dtype)[1]

@@ -31,7 +31,8 @@ class Row:
       double_error: the largest relative error in double precision.
       verdict: "equal", or how they differ: "intermediate" (they agree if saved intermediates have no derivative in JAX
         either), "rounding" (they agree in double precision), "kink" (they agree a small step away), "formula",
-        "missing", "shape ..." or "dtype ..." (those of JAX), "extra" (torch does not return it).
+        "missing", "shape ..." or "dtype ..." (those of JAX), "extra" (torch does not have it), "unmatched" (no
+        parameter of the port was found for it), "other numbers" (the parameters differ before the call).
     """
 
     PASSING: ClassVar[frozenset[str]] = frozenset({"equal", "intermediate"})
@@ -47,6 +48,41 @@ class Row:
     verdict: str = "equal"
 
 
+@dataclass(frozen=True)
+class Deviation:
+    """The first layer of a ported module that deviates.
+
+    Attributes:
+      layer: the name of the torch layer; "" for the module.
+      kind: the name of its class.
+      what: "output", "gradient of its input", "gradient of its output" or "gradient of" one of its parameters.
+      before: the layer inside it, or next to it, that is already right in backward order, or already wrong in forward
+        order.
+      reason: what of it is in the port, and what is not.
+      index: the index of the number that differs most.
+      torch, jax: the number in torch, and in the nearest value of the port; `None` if there is none.
+    """
+
+    layer: str
+    kind: str
+    what: str
+    before: str
+    reason: str
+    index: tuple[int, ...]
+    torch: complex | None
+    jax: complex | None
+
+    def __str__(self) -> str:
+        name = f"{self.layer} ({self.kind})" if self.layer else f"{self.kind}, the module"
+        numbers = ""
+        if self.torch is not None:
+            nearest = (
+                "no value of this shape" if self.jax is None else f"{self.jax:.6g} in the nearest value of the port"
+            )
+            numbers = f"; at {list(self.index)}: {self.torch:.6g} in torch, {nearest}"
+        return f"first layer that deviates: {name}, {self.what}: {self.reason}{numbers}"
+
+
 _HEADER = ["", "shape", "dtype", "error", "relative", "tolerance", "in float64", "verdict"]
 
 
@@ -59,6 +95,7 @@ class ParityReport(CheckReport):
       port: the name of the JAX one.
       versions: the versions of torch, NumPy and JAX.
       rows: a row for each output, gradient and second derivative.
+      first_deviation: of a ported module, the first layer that deviates, if one was found.
       notes: how it was checked, as far as that matters for the result.
     """
 
@@ -68,6 +105,7 @@ class ParityReport(CheckReport):
     port: str
     versions: dict[str, str]
     rows: list[Row] = field(default_factory=list[Row])
+    first_deviation: Deviation | None = None
 
     @property
     def failures(self) -> list[Row]:
@@ -78,7 +116,11 @@ class ParityReport(CheckReport):
         versions = ", ".join(f"{name} {version}" for name, version in self.versions.items())
         name = self.port if self.port == self.function else f"{self.port}, a port of {self.function}"
         head = f"paritycheck of {name}: {'passed' if self.passed else 'FAILED'} ({versions})"
-        return "\n".join([head, *aligned([_HEADER, *self._cells()]), *(f"note: {note}" for note in self.notes)])
+        return "\n".join([head, *aligned([_HEADER, *self._cells()]), *self._remarks()])
+
+    def _remarks(self) -> list[str]:
+        first = [] if self.first_deviation is None else [str(self.first_deviation)]
+        return first + [f"note: {note}" for note in self.notes]
 
     def _cells(self) -> list[list[str]]:
         rows: list[list[str]] = []
@@ -88,5 +130,5 @@ class ParityReport(CheckReport):
         return rows
 
     def _repr_html_(self) -> str:
-        head, *_, notes = str(self).partition("\n")[0], "\n".join(f"note: {note}" for note in self.notes)
+        head, notes = str(self).partition("\n")[0], "\n".join(self._remarks())
         return preformatted(head) + html_table(_HEADER, self._cells()) + (preformatted(notes) if notes else "")

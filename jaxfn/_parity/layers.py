@@ -1,0 +1,204 @@
+"""The first layer of a port that deviates from the torch module.
+
+# Note: the search
+
+Whether a layer deviates follows from the values of the port (see `Values`): those that torch's layer returned are found
+or not. A value that the port does not compute, since it fuses two layers, is not found either; it does not count if a
+later one that depends on it is found.
+
+The first layer whose output is not found deviates, if its input is found. Otherwise something before it does: a layer
+that returns its input, such as dropout in evaluation mode, or the code of the module around it. The operand of a weight
+in a matrix product or a convolution is the layer's input in the port. Gradients are searched from the last layer to the
+first, where a layer deviates if the gradient of its output is found, and that of its input or of a parameter is not. A
+`stop_gradient` of a layer's output counts for that layer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping, Sequence
+
+import numpy as np
+
+from jaxfn._parity.inputs import Array
+from jaxfn._parity.module_record import LayerCall, ModuleRecord
+from jaxfn._parity.report import Deviation
+from jaxfn._parity.values import Values, closest, is_equal, is_informative
+
+_OF_INPUT = "gradient of its input"
+
+
+class LayerSearch:
+    """The search for the first layer that deviates.
+
+    Args:
+      record: what torch computed.
+      values: the values of the port.
+      leaves: the index of the port's leaf for each torch parameter that has one.
+    """
+
+    def __init__(self, record: ModuleRecord, values: Values, leaves: Mapping[str, int]) -> None:
+        self._calls = record.calls
+        self._values = values
+        self._leaves = leaves
+        self._found: dict[int, bool | None] = {}
+
+    def first_output(self) -> Deviation | None:
+        """Returns the first layer, in forward order, whose output deviates."""
+        missing = [i for i in range(len(self._calls)) if self._output_is_found(i) is False]
+        for i in missing:
+            later = (j for j in range(i + 1, len(self._calls)) if i in self._calls[j].depends)
+            if not any(self._output_is_found(j) for j in later):
+                return self._locate(i)
+        return None
+
+    def first_gradient(self, wrong: Mapping[str, tuple[Array, Array]]) -> Deviation | None:
+        """Returns the first layer, in backward order, that returns another gradient.
+
+        Args:
+          wrong: torch's gradient and that of the port, for each parameter where they differ.
+        """
+        deviating = {i: what for i in range(len(self._calls)) if (what := self._wrong_gradient(i, wrong))}
+        first = next((i for i in sorted(deviating, reverse=True) if not self._contains_any(i, deviating)), -1)
+        if first < 0 or deviating[first] == _OF_INPUT:
+            stopped = [i for i in range(len(self._calls)) if self._is_stopped(i, wrong)]
+            innermost = [self._calls[i] for i in stopped if not self._contains_any(i, stopped)]
+            if innermost:
+                gradient = innermost[-1].output_gradients[0]
+                zero = None if gradient is None else np.zeros_like(gradient)
+                return describe(innermost[-1], "gradient of its output", "", "stop_gradient stops it", gradient, zero)
+        return self._gradient_deviation(first, deviating[first], wrong) if first >= 0 else None
+
+    def _all_found(self, arrays: Sequence[Array | None]) -> bool | None:
+        """Whether all arrays are values of the port; `None` if they say nothing."""
+        key = [x for x in arrays if x is not None and is_informative(x)]
+        return all(map(self._values.finds, key)) if key else None
+
+    def _output_is_found(self, i: int) -> bool | None:
+        if i not in self._found:
+            self._found[i] = self._find_output(self._calls[i])
+        return self._found[i]
+
+    def _find_output(self, call: LayerCall) -> bool | None:
+        named = self._values.named.get(call.name)
+        if named and call.outputs:
+            return any(is_equal(x, call.outputs[0], self._values.rtol) for x in named)
+        if _returns_input(call):
+            return None if self._randomized(call) is None else False
+        return self._all_found(call.outputs)
+
+    def _randomized(self, call: LayerCall) -> Array | None:
+        """Returns what the port computes from the input of a layer and random numbers, if it does."""
+        found = (y for x, y in self._values.randomized if is_equal(x, call.inputs[0], self._values.rtol))
+        return next(found, None)
+
+    def _input_is_found(self, i: int) -> bool:
+        call = self._calls[i]
+        weight = next((self._leaves[p] for p in call.parameters if p in self._leaves and p.endswith("weight")), None)
+        consumed = self._values.consumed.get(-1 if weight is None else weight)
+        if consumed and len(call.inputs) == 1:
+            keeps_last = call.kind == "Linear"
+            return any(is_equal(x, call.inputs[0], self._values.rtol, keeps_last) for x in consumed)
+        return self._all_found(call.inputs) is not False
+
+    def _locate(self, i: int) -> Deviation:
+        call, before = self._calls[i], ""
+        while not self._input_is_found(i):
+            sources = [j for j in call.sources if j >= 0 and _returns_input(self._calls[j])]
+            before = call.name
+            if sources:
+                i = sources[0]
+                if self._input_is_found(i):
+                    return self._deviation(i, "output", before, "changes its input, which torch's returns")
+            elif call.parent >= 0:
+                i = call.parent
+            else:
+                break
+            call = self._calls[i]
+        reason = "its input is in the port, its output is not"
+        if before:
+            reason = f"its own code before {before!r}: the input of {before!r} is not in the port"
+        elif any(self._calls[j].parent == i for j in range(len(self._calls))):
+            reason = "its own code: its layers agree, its output is not in the port"
+        return self._deviation(i, "output", before, reason)
+
+    def _deviation(self, i: int, what: str, before: str, reason: str) -> Deviation:
+        call = self._calls[i]
+        target = call.outputs[0]
+        drawn = self._randomized(call) if _returns_input(call) else None
+        if drawn is not None:
+            reason = "the port combines its input with random numbers, torch's returns it"
+        known = [x for x in (*self._values.named.get(call.name, []), drawn) if x is not None and x.size == target.size]
+        nearest = closest(known, target) if known else self._values.nearest(target)
+        return describe(call, what, before, reason, target, nearest)
+
+    def _wrong_gradient(self, i: int, wrong: Collection[str]) -> str:
+        """Returns the gradient that a layer returns and the port does not compute, if it receives the right one."""
+        call = self._calls[i]
+        if self._all_found(call.output_gradients) is False:
+            return ""
+        # The gradient of a shared parameter is a sum, which is complete only where it was first used.
+        earlier = {p for c in self._calls[:i] for p in c.parameters}
+        parameters = [p for p in call.parameters if p in wrong and p not in earlier]
+        if parameters:
+            return f"gradient of {parameters[0]}"
+        if self._all_found(call.input_gradients) is not False:
+            return ""
+        # JAX may add it to others in another order. It is right if what is before the layer receives the right sum.
+        root = len(self._calls) - 1
+        sums = [self._all_found(self._calls[j].output_gradients) for j in call.depends]
+        sums += [self._all_found(self._calls[root].input_gradients)] if i != root else []
+        return "" if any(sums) else _OF_INPUT
+
+    def _is_inside(self, i: int, outer: int) -> bool:
+        while i >= 0:
+            i = self._calls[i].parent
+            if i == outer:
+                return True
+        return False
+
+    def _contains_any(self, outer: int, calls: Iterable[int]) -> bool:
+        return any(self._is_inside(i, outer) for i in calls)
+
+    def _gradient_deviation(self, i: int, what: str, wrong: Mapping[str, tuple[Array, Array]]) -> Deviation:
+        call = self._calls[i]
+        if what != _OF_INPUT:
+            name, reason = what.removeprefix("gradient of "), "the gradient of its output is in the port"
+            others = {repr(c.name) for c in self._calls if name in c.parameters and c.name != call.name}
+            reason += f"; it shares the parameter with {', '.join(sorted(others))}" if others else ""
+            return describe(call, what, "", reason, *wrong[name])
+        reason = "the gradient of its output is in the port, that of its input is not"
+        expected = next((g for g in call.input_gradients if g is not None), None)
+        return describe(call, what, "", reason, expected, None if expected is None else self._values.nearest(expected))
+
+    def _is_stopped(self, i: int, wrong: Mapping[str, tuple[Array, Array]]) -> bool:
+        """Whether the port stops the gradient of a layer's output, so that it does not reach the layer's parameters."""
+        call = self._calls[i]
+        if self._all_found(call.output_gradients) is None or _returns_input(call):
+            return False
+        if not any(is_equal(x, call.outputs[0], self._values.rtol) for x in self._values.stopped):
+            return False
+        parameters = [p for j in range(i + 1) if j == i or self._is_inside(j, i) for p in self._calls[j].parameters]
+        earlier = (self._calls[j].parameters for j in reversed(call.depends) if self._calls[j].parameters)
+        return all(p in wrong and not wrong[p][1].any() for p in parameters or next(earlier, []))
+
+
+def _returns_input(call: LayerCall) -> bool:
+    """Whether a layer only returns its input, perhaps with another shape."""
+    return (
+        len(call.outputs) == len(call.inputs) == 1
+        and not call.parameters
+        and np.array_equal(np.sort(call.outputs[0], axis=None), np.sort(call.inputs[0], axis=None))
+    )
+
+
+def describe(
+    call: LayerCall, what: str, before: str, reason: str, expected: Array | None, found: Array | None
+) -> Deviation:
+    """Returns a deviation, with the numbers where two arrays differ most."""
+    index: tuple[int, ...] = ()
+    numbers: list[complex | None] = [None, None]
+    if expected is not None and expected.size:
+        other = np.zeros_like(expected) if found is None else found
+        index = tuple(map(int, np.unravel_index(int(np.argmax(abs(other - expected))), expected.shape)))
+        numbers = [None if x is None else x[index].item() for x in (expected, found)]
+    return Deviation(call.name, call.kind, what, before, reason, index, *numbers)

@@ -1,0 +1,657 @@
+"""H6b: a ported module next to the torch one, and the first layer of it that deviates."""
+
+import inspect
+import json
+import subprocess
+import sys
+import textwrap
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jaxfn
+from tests.support.marks import row
+
+torch = pytest.importorskip("torch")
+nn = torch.nn
+
+WIDTH, HEADS = 8, 2
+
+
+class Attention(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.qkv = nn.Linear(WIDTH, 3 * WIDTH)
+        self.proj = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x):
+        batch, length, _ = x.shape
+        q, k, v = self.qkv(x).reshape(batch, length, 3, HEADS, -1).permute(2, 0, 3, 1, 4)
+        weights = (q @ k.mT / q.shape[-1] ** 0.5).softmax(-1)
+        return self.proj((weights @ v).transpose(1, 2).reshape(batch, length, -1))
+
+
+class MLP(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.fc1 = nn.Linear(WIDTH, WIDTH)
+        self.act = nn.GELU()
+        self.fc2 = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x):
+        return self.fc2(self.act(self.fc1(x)))
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm1, self.norm2 = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)
+        self.attn, self.mlp = Attention(), MLP()
+        self.drop = nn.Dropout(0.3)
+
+    def forward(self, x):
+        x = x + self.drop(self.attn(self.norm1(x)))
+        return x + self.mlp(self.norm2(x))
+
+
+class Net(nn.Module):
+    """A convolution, batch statistics, two transformer blocks, and a head."""
+
+    def __init__(self):
+        super().__init__()
+        self.conv = nn.Conv2d(3, WIDTH, 3, stride=2, bias=False)
+        self.bn = nn.BatchNorm2d(WIDTH)
+        self.relu = nn.ReLU(inplace=True)
+        self.blocks = nn.ModuleList([Block(), Block()])
+        self.norm = nn.LayerNorm(WIDTH)
+        self.flatten = nn.Flatten()
+        self.head = nn.Linear(6 * WIDTH, 5)
+
+    def forward(self, x):
+        x = self.relu(self.bn(self.conv(x))).flatten(2).mT
+        for block in self.blocks:
+            x = block(x)
+        return self.head(self.flatten(self.norm(x)))
+
+
+def network(is_training=False):
+    torch.manual_seed(0)
+    net = Net()
+    net.train(is_training)
+    for block in net.blocks:
+        block.drop.eval()
+    for buffer in net.buffers():
+        if buffer.is_floating_point():
+            buffer.copy_(torch.rand_like(buffer) + 0.5)
+    return net
+
+
+def parameters_of(net):
+    """Returns the parameters in JAX's layouts, (in, out) and HWIO, and the statistics."""
+
+    def convert(name, x):
+        x = np.asarray(x.detach())
+        return x.T if x.ndim == 2 else x.transpose(2, 3, 1, 0) if x.ndim == 4 else x
+
+    return {
+        name.replace("weight", "kernel" if x.ndim > 1 else "scale"): jnp.asarray(convert(name, x))
+        for name, x in net.named_parameters()
+    } | {"bn": statistics_of(net)}
+
+
+def statistics_of(net):
+    return {"mean": jnp.asarray(net.bn.running_mean.numpy()), "var": jnp.asarray(net.bn.running_var.numpy())}
+
+
+INPUTS = [np.random.default_rng(1).standard_normal((3, 3, 6, 8)).astype(np.float32)]
+
+
+class Port:
+    """The port of `Net`, with channels last, and one mistake of a kind in a layer."""
+
+    def __init__(self, p, stats, wrong=(None, None), is_training=False):
+        self.p, self.stats, self.wrong, self.is_training = p, stats, wrong, is_training
+
+    def has(self, kind, name):
+        return self.wrong == (kind, name)
+
+    def out(self, name, y):
+        return jax.lax.stop_gradient(y) if self.has("stop", name) else y
+
+    def linear(self, name, x):
+        kernel = self.p[f"{name}.kernel"]
+        kernel = kernel.T if self.has("transposed", name) else kernel
+        kernel = jax.lax.stop_gradient(kernel) if self.has("stop parameter", name) else kernel
+        bias = 0 if self.has("no bias", name) else self.p[f"{name}.bias"]
+        return self.out(name, x @ kernel + bias)
+
+    def normalize(self, name, x, mean, var):
+        eps = 1e-6 if self.has("eps", name) else 1e-5
+        scale = self.p[f"{name}.scale"]
+        scale = jax.lax.stop_gradient(scale) if self.has("stop parameter", name) else scale
+        return self.out(name, (x - mean) * jax.lax.rsqrt(var + eps) * scale + self.p[f"{name}.bias"])
+
+    def layer_norm(self, name, x):
+        return self.normalize(name, x, x.mean(-1, keepdims=True), x.var(-1, keepdims=True))
+
+    def batch_norm(self, x):
+        if not (self.is_training or self.has("mode", "bn")):
+            return self.normalize("bn", x, self.stats["mean"], self.stats["var"])
+        mean, var = x.mean((0, 1, 2)), x.var((0, 1, 2))
+        n = x.size // x.shape[-1]
+        unbiased = 1 if self.has("biased", "bn") else n / (n - 1)
+        self.stats = {
+            "mean": 0.9 * self.stats["mean"] + 0.1 * mean,
+            "var": 0.9 * self.stats["var"] + 0.1 * var * unbiased,
+        }
+        return self.normalize("bn", x, mean, var)
+
+    def attention(self, name, x):
+        batch, length, _ = x.shape
+        y = self.linear(f"{name}.qkv", x).reshape(batch, length, 3, HEADS, -1)
+        q, k, v = y[:, :, 0], y[:, :, 1], y[:, :, 2]
+        logits = jnp.einsum("bqhd,bkhd->bhqk", q, k)
+        logits = logits if self.has("scale", name) else logits / q.shape[-1] ** 0.5
+        y = jnp.einsum("bhqk,bkhd->bqhd", jax.nn.softmax(logits), v).reshape(batch, length, -1)
+        return self.out(name, self.linear(f"{name}.proj", y))
+
+    def dropout(self, name, x):
+        if not self.has("mode", name):
+            return self.out(name, x)
+        mask = jax.random.bernoulli(jax.random.key(0), 0.7, x.shape)
+        return jnp.where(mask, x / 0.7, 0)
+
+    def mlp(self, name, x):
+        y = self.linear(f"{name}.fc1", x)
+        y = self.out(f"{name}.act", jax.nn.gelu(y, approximate=self.has("tanh", f"{name}.act")))
+        return self.linear(f"{name}.fc2", y)
+
+    def block(self, name, x):
+        y = self.dropout(f"{name}.drop", self.attention(f"{name}.attn", self.layer_norm(f"{name}.norm1", x)))
+        x = y if self.has("residual 1", name) else x + y
+        y = self.mlp(f"{name}.mlp", self.layer_norm(f"{name}.norm2", x))
+        return y if self.has("residual 2", name) else x + y
+
+    def __call__(self, x):
+        x = x.transpose(0, 2, 3, 1)
+        x = jax.lax.conv_general_dilated(
+            x, self.p["conv.kernel"], (2, 2), "VALID", dimension_numbers=("NHWC", "HWIO", "NHWC")
+        )
+        x = self.batch_norm(self.out("conv", x))
+        x = x if self.has("missing", "relu") else self.out("relu", jax.nn.relu(x))
+        x = x.reshape(x.shape[0], -1, WIDTH)
+        for i in range(2):
+            x = self.block(f"blocks.{i}", x)
+        x = self.layer_norm("norm", x)
+        x = x.mT if self.has("order", "flatten") else x
+        return self.linear("head", x.reshape(x.shape[0], -1))
+
+
+def check(wrong=(None, None), net=None, **options):
+    net = net or network()
+    return jaxfn.paritycheck(
+        lambda p, x: Port(p, p["bn"], wrong)(x),
+        net,
+        INPUTS,
+        parameters=parameters_of(net),
+        raise_exception=False,
+        **options,
+    )
+
+
+def verdicts(report):
+    return {row.what: row.verdict for row in report.rows}
+
+
+@row("H6b")
+def test_a_right_port():
+    net = network()
+    report = check(net=net, steps=3)
+    assert report, report
+    assert report.first_deviation is None
+    names = [name for name, _ in net.named_parameters()]
+    assert {f"gradient of {name}" for name in names} | {f"{name} after 3 steps" for name in names} < set(
+        verdicts(report)
+    )
+    assert max(row.max_error for row in report.rows) < 1e-12
+    assert all(x.grad is None for x in net.parameters())
+
+
+MISTAKES = [
+    ("transposed", "blocks.0.attn.proj", None),
+    ("transposed", "blocks.1.attn.proj", None),
+    ("transposed", "blocks.0.mlp.fc1", None),
+    ("transposed", "blocks.1.mlp.fc2", None),
+    ("eps", "bn", None),
+    ("eps", "blocks.0.norm1", None),
+    ("eps", "blocks.1.norm2", None),
+    ("eps", "norm", None),
+    ("residual 1", "blocks.0", None),
+    ("residual 2", "blocks.0", None),
+    ("residual 1", "blocks.1", None),
+    ("residual 2", "blocks.1", None),
+    ("mode", "bn", None),
+    ("mode", "blocks.0.drop", None),
+    ("mode", "blocks.1.drop", None),
+    ("missing", "relu", None),
+    ("tanh", "blocks.1.mlp.act", None),
+    ("scale", "blocks.1.attn", None),
+    ("order", "flatten", None),
+    ("no bias", "blocks.0.attn.qkv", None),
+    ("stop", "conv", "gradient"),
+    ("stop", "bn", "gradient"),
+    ("stop", "relu", "gradient"),
+    ("stop", "blocks.0.norm1", "gradient"),
+    ("stop", "blocks.0.attn.qkv", "gradient"),
+    ("stop", "blocks.1.attn.proj", "gradient"),
+    ("stop", "blocks.0.mlp.fc1", "gradient"),
+    ("stop", "blocks.1.mlp.act", "gradient"),
+    ("stop", "blocks.0.mlp.fc2", "gradient"),
+    ("stop", "norm", "gradient"),
+    ("stop parameter", "blocks.0.norm2", "gradient"),
+    ("stop parameter", "blocks.1.attn.qkv", "gradient"),
+    ("stop parameter", "head", "gradient"),
+]
+
+
+@row("H6b")
+@pytest.mark.parametrize(("kind", "name", "what"), MISTAKES)
+def test_one_mistake_is_named(kind, name, what):
+    report = check((kind, name))
+    assert not report
+    first = report.first_deviation
+    assert first is not None, report
+    assert (first.layer, first.what.split()[0]) == (name, what or "output"), report
+
+
+@row("H6b")
+@pytest.mark.parametrize("wrong", [None, "biased", "stop"])
+def test_training_mode_with_buffers(wrong):
+    net = network(is_training=True)
+
+    def port(p, buffers, x):
+        p = Port(p, buffers["bn"], (wrong, "bn"), is_training=True)
+        y = p(x)
+        return y, {"bn": p.stats}
+
+    parameters = parameters_of(net)
+    buffers = {"bn": parameters.pop("bn")}
+    report = jaxfn.paritycheck(
+        port, net, INPUTS, parameters=parameters, buffers=buffers, steps=2, raise_exception=False
+    )
+    assert bool(report) is (wrong is None), report
+    found = verdicts(report)
+    assert found["buffer bn.running_mean"] == "equal" and found["bn.running_mean after 2 steps"] in ("equal", "formula")
+    assert "not compared: buffer bn.num_batches_tracked, which is not in `buffers`" in str(report)
+    if wrong == "biased":
+        failed = {row.what for row in report.failures}
+        assert failed == {"buffer bn.running_var", "bn.running_var after 2 steps"}
+        assert report.first_deviation is None and "no layer" not in str(report)
+    if wrong == "stop":
+        assert report.first_deviation.layer == "bn"
+
+
+@row("H6b")
+def test_buffers_that_are_not_compared_are_named():
+    net = network(is_training=True)
+    parameters = parameters_of(net)
+    report = jaxfn.paritycheck(lambda p, x: Port(p, p["bn"], is_training=True)(x), net, INPUTS, parameters=parameters)
+    assert all(f"not compared: buffer {name}" in str(report) for name, _ in net.named_buffers())
+
+
+@row("H6b")
+def test_weights_that_were_not_loaded():
+    net = network()
+    parameters = parameters_of(net)
+    parameters["blocks.1.mlp.fc1.kernel"] = 2 * parameters["blocks.1.mlp.fc1.kernel"]
+    del parameters["head.bias"]
+
+    def port(p, x):
+        return Port(p | {"head.bias": 0.0}, p["bn"])(x)
+
+    report = jaxfn.paritycheck(port, net, INPUTS, parameters=parameters, raise_exception=False)
+    found = verdicts(report)
+    assert found["parameter blocks.1.mlp.fc1.weight"] == "other numbers"
+    assert found["parameter head.bias"] == "unmatched"
+    assert report.first_deviation.layer == "blocks.1.mlp.fc1"
+
+
+@row("H6b")
+def test_a_parameter_that_torch_does_not_have():
+    net = network()
+
+    def port(p, x):
+        return Port(p, p["bn"])(x) + p["more"]
+
+    parameters = parameters_of(net) | {"more": jnp.zeros(5)}
+    report = jaxfn.paritycheck(port, net, INPUTS, parameters=parameters, raise_exception=False)
+    assert {row.what: row.verdict for row in report.failures} == {"gradient of the port's ['more']": "extra"}
+
+
+class Stack(nn.Module):
+    """Layers that begin with equal numbers, and are stacked in the port."""
+
+    def __init__(self, zeros):
+        super().__init__()
+        torch.manual_seed(1)
+        self.layers = nn.ModuleList([nn.Linear(4, 4) for _ in range(3)])
+        self.norms = nn.ModuleList([nn.LayerNorm(4) for _ in range(3)])
+        for layer in self.layers:
+            nn.init.zeros_(layer.bias) if zeros else None
+
+    def forward(self, x):
+        for layer, norm in zip(self.layers, self.norms, strict=True):
+            x = norm(torch.tanh(layer(x)))
+        return x
+
+
+def stack_parameters(module):
+    state = {name: x.numpy() for name, x in module.state_dict().items()}
+
+    def stacked(group, name):
+        return jnp.stack([state[f"{group}.{i}.{name}"].T for i in range(3)])
+
+    return {g: {n: stacked(g, n) for n in ("weight", "bias")} for g in ("layers", "norms")}
+
+
+def stack_port(p, x, wrong=None):
+    def step(x, p):
+        i, layer, norm = p
+        x = jnp.tanh(x @ layer["weight"] + layer["bias"])
+        mean, var = x.mean(-1, keepdims=True), x.var(-1, keepdims=True)
+        eps = jnp.where(i == wrong, 1e-6, 1e-5) if wrong is not None else 1e-5
+        return (x - mean) / jnp.sqrt(var + eps) * norm["weight"] + norm["bias"], None
+
+    return jax.lax.scan(step, x, (jnp.arange(3), p["layers"], p["norms"]))[0]
+
+
+def element(group, i, name):
+    return lambda p: p[group][name][i].T
+
+
+def stack_names():
+    return {
+        f"{group}.{i}.{name}": element(group, i, name)
+        for group in ("layers", "norms")
+        for i in range(3)
+        for name in ("weight", "bias")
+    }
+
+
+STACK_NAMES = stack_names()
+
+
+@row("H6b")
+@pytest.mark.parametrize("wrong", [None, 0, 1, 2])
+def test_stacked_layers_in_a_scan_by_functions_of_the_parameters(wrong):
+    module = Stack(zeros=True)
+    x = np.random.default_rng(0).standard_normal((5, 4)).astype(np.float32)
+    report = jaxfn.paritycheck(
+        lambda p, x: stack_port(p, x, wrong),
+        module,
+        [x],
+        parameters=stack_parameters(module),
+        names=STACK_NAMES,
+        steps=2,
+        raise_exception=False,
+    )
+    assert bool(report) is (wrong is None), report
+    if wrong is not None:
+        assert report.first_deviation.layer == f"norms.{wrong}"
+
+
+@row("H6b")
+@pytest.mark.parametrize("names", [None, {f"norms.{i}": f"n/{i}" for i in range(3)}])
+def test_equal_numbers_are_matched_by_gradients_or_names(names):
+    """All biases are 0 and all scales 1, under paths that tell nothing."""
+    module = Stack(zeros=True)
+    state = {name: jnp.asarray(x.numpy()) for name, x in module.state_dict().items()}
+    parameters = {
+        "l": [(state[f"layers.{i}.weight"], state[f"layers.{i}.bias"]) for i in (2, 0, 1)],
+        "n": [(state[f"norms.{i}.weight"], state[f"norms.{i}.bias"]) for i in (0, 1, 2)],
+    }
+
+    def port(p, x):
+        for i, (weight, bias) in zip((1, 2, 0), p["n"], strict=True):
+            w, b = p["l"][i]
+            x = jnp.tanh(x @ w.T + b)
+            x = (x - x.mean(-1, keepdims=True)) / jnp.sqrt(x.var(-1, keepdims=True) + 1e-5) * weight + bias
+        return x
+
+    x = np.random.default_rng(0).standard_normal((5, 4)).astype(np.float32)
+    report = jaxfn.paritycheck(port, module, [x], parameters=parameters, names=names, steps=2)
+    assert {f"gradient of {name}" for name in state} < set(verdicts(report))
+
+
+class Tied(nn.Module):
+    """An embedding whose weight is also the last layer's, a frozen parameter, and buffers."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed, self.head = nn.Embedding(7, 4), nn.Linear(4, 7)
+        self.head.weight = self.embed.weight
+        self.norm = nn.BatchNorm1d(5)
+        self.norm.weight.requires_grad_(False)
+
+    def forward(self, tokens):
+        return self.head(self.norm(self.embed(tokens)))
+
+
+@row("H6b")
+def test_a_converted_module_is_a_right_port():
+    module = Tied()
+    port = jaxfn.from_torch(module)
+    tokens = np.random.default_rng(0).integers(0, 7, (3, 5))
+    report = jaxfn.paritycheck(
+        port.apply, module, [tokens], parameters=port.parameters, buffers=port.buffers, steps=2, raise_exception=False
+    )
+    assert report, report
+    assert verdicts(report)["buffer norm.num_batches_tracked"] == "equal"
+    assert "gradient of norm.weight" not in verdicts(report)  # it is frozen
+
+
+@row("H6b")
+def test_gradients_that_are_zero_and_random_numbers_are_notes():
+    module = nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Dropout(0.5), nn.Linear(4, 2))
+    with torch.no_grad():
+        module[0].bias.fill_(-100.0)  # no unit is active
+    parameters = {name: jnp.asarray(x.numpy()) for name, x in module.state_dict().items()}
+
+    def port(p, x):
+        return jax.nn.relu(x @ p["0.weight"].T + p["0.bias"]) @ p["3.weight"].T + p["3.bias"]
+
+    x = np.random.default_rng(0).standard_normal((5, 3)).astype(np.float32)
+    report = jaxfn.paritycheck(port, module, [x], parameters=parameters)
+    assert "torch draws random numbers" in str(report)
+    assert "zero in torch are the gradients of 0.weight, 0.bias, 3.weight, input 0" in str(report), report
+    assert "random numbers" not in str(jaxfn.paritycheck(port, module.eval(), [x], parameters=parameters))
+
+
+@row("H6b")
+def test_a_value_is_named_by_checkpoint_name():
+    """The port never computes the output of the first layer, and says where it would be."""
+    from jax.ad_checkpoint import checkpoint_name
+
+    torch.manual_seed(0)
+    module = nn.Sequential(nn.Linear(3, 4), nn.Dropout(0.5), nn.Linear(4, 2)).eval()
+    parameters = {name: jnp.asarray(x.numpy()) for name, x in module.state_dict().items()}
+
+    def port(p, x):
+        y = checkpoint_name(x @ p["0.weight"].T + p["0.bias"], "0")
+        y = checkpoint_name(2 * y, "1")
+        return y @ p["2.weight"].T + p["2.bias"]
+
+    x = np.random.default_rng(0).standard_normal((5, 3)).astype(np.float32)
+    first = jaxfn.paritycheck(port, module, [x], parameters=parameters, raise_exception=False).first_deviation
+    assert (first.layer, first.what) == ("1", "output")
+    assert first.jax == pytest.approx(2 * first.torch)
+
+
+@row("H6b")
+def test_single_precision_inside_the_port_is_a_note():
+    net = network()
+    stats = statistics_of(net)
+    report = jaxfn.paritycheck(lambda p, x: Port(p, stats)(x), net, INPUTS, parameters=parameters_of(net))
+    (note,) = report.notes
+    assert "tolerance of float32" in note and "test_modules.py" in note
+
+
+@row("H6b")
+def test_the_report_as_text_json_and_html():
+    report = check(("transposed", "blocks.1.attn.proj"))
+    content = json.loads(report.to_json())
+    assert content["first_deviation"]["layer"] == "blocks.1.attn.proj"
+    assert content["first_deviation"]["torch"] != content["first_deviation"]["jax"]
+    line = "first layer that deviates: blocks.1.attn.proj (Linear), output"
+    assert line in str(report) and line in report._repr_html_()
+    with pytest.raises(jaxfn.ParitycheckError, match="first layer that deviates: norm"):
+        jaxfn.paritycheck(
+            lambda p, x: Port(p, p["bn"], ("eps", "norm"))(x), network(), INPUTS, parameters=parameters_of(network())
+        )
+
+
+@row("H7", "H6b")
+def test_a_recorded_module_without_torch(tmp_path):
+    module = Stack(zeros=False)
+    x = np.random.default_rng(0).standard_normal((5, 4)).astype(np.float32)
+    jaxfn.record_oracle(module, [x], tmp_path / "stack.npz", steps=2)
+    parameters = stack_parameters(module)
+    np.savez(tmp_path / "parameters.npz", **{f"{g}/{n}": x for g, p in parameters.items() for n, x in p.items()})
+    script = f"""
+        import sys
+        sys.modules["torch"] = None  # importing it fails
+        sys.path.insert(0, {str(tmp_path)!r})
+        import numpy as np, jax, jaxfn, port
+        with np.load({str(tmp_path / "parameters.npz")!r}) as file:
+            p = {{g: {{n: file[f"{{g}}/{{n}}"] for n in ("weight", "bias")}} for g in ("layers", "norms")}}
+        for wrong in None, 1:
+            report = jaxfn.paritycheck(
+                lambda p, x: port.stack_port(p, x, wrong), {str(tmp_path / "stack.npz")!r}, parameters=p,
+                names=port.STACK_NAMES, raise_exception=False)
+            print(bool(report), report.first_deviation and report.first_deviation.layer, len(report.rows))
+    """
+    source = "\n".join(map(inspect.getsource, (stack_port, element, stack_names)))
+    header = "import jax, jax.numpy as jnp\n"
+    (tmp_path / "port.py").write_text(f"{header}{source}\nSTACK_NAMES = stack_names()\n")
+    run = subprocess.run([sys.executable, "-c", textwrap.dedent(script)], capture_output=True, text=True, check=True)
+    assert run.stdout == f"True None {1 + 13 + 12}\nFalse norms.1 {1 + 13 + 12}\n"
+    with pytest.raises(TypeError, match="a recorded file has its own steps"):
+        jaxfn.paritycheck(stack_port, tmp_path / "stack.npz", parameters=parameters, names=STACK_NAMES, steps=2)
+    jaxfn.record_oracle(torch.sin, [x], tmp_path / "sin.npz")
+    with pytest.raises(TypeError, match="sin.npz is not of a module"):
+        jaxfn.paritycheck(stack_port, tmp_path / "sin.npz", parameters=parameters)
+    with pytest.raises(TypeError, match="only a module has parameters"):
+        jaxfn.record_oracle(torch.sin, [x], tmp_path / "sin.npz", steps=1)
+
+
+@row("H6b")
+def test_wrong_arguments():
+    net, parameters = network(), parameters_of(network())
+    with pytest.raises(TypeError, match="need `parameters`"):
+        jaxfn.paritycheck(lambda x: x, net, INPUTS, steps=1)
+    with pytest.raises(TypeError, match="the reference has to be a torch module, got"):
+        jaxfn.paritycheck(lambda p, x: x, torch.sin, INPUTS, parameters=parameters)
+    with pytest.raises(TypeError, match=r"has to return \(outputs, buffers\)"):
+        jaxfn.paritycheck(lambda p, b, x: x, net, INPUTS, parameters=parameters, buffers={})
+
+
+def digits_net():
+    torch.manual_seed(3)
+    return nn.Sequential(
+        nn.Conv2d(1, 4, 3, padding=1), nn.BatchNorm2d(4), nn.ReLU(), nn.AvgPool2d(2), nn.Flatten(), nn.Linear(36, 6)
+    )
+
+
+IMAGES = [np.random.default_rng(2).standard_normal((5, 1, 6, 6)).astype(np.float32)]
+
+
+@row("H6b")
+@pytest.mark.parametrize("wrong", [None, "eps"])
+def test_an_equinox_module(wrong):
+    eqx = pytest.importorskip("equinox")
+    module = nn.Sequential(nn.Linear(3, 4), nn.LayerNorm(4), nn.Tanh(), nn.Linear(4, 2))
+    keys = jax.random.split(jax.random.key(0), 2)
+    layers = [
+        eqx.nn.Linear(3, 4, key=keys[0]),
+        eqx.nn.LayerNorm(4, eps=1e-5 if wrong is None else 1e-6),
+        eqx.nn.Lambda(jnp.tanh),
+        eqx.nn.Linear(4, 2, key=keys[1]),
+    ]
+    for i, layer in enumerate(module):
+        if list(layer.parameters()):
+            new = [jnp.asarray(layer.weight.detach().numpy()), jnp.asarray(layer.bias.detach().numpy())]
+            layers[i] = eqx.tree_at(lambda layer: [layer.weight, layer.bias], layers[i], new)
+    model = eqx.nn.Sequential(layers)
+    x = np.random.default_rng(0).standard_normal((5, 3)).astype(np.float32)
+    report = jaxfn.paritycheck(
+        lambda model, x: jax.vmap(model)(x), module, [x], parameters=model, steps=2, raise_exception=False
+    )
+    assert bool(report) is (wrong is None), report
+    assert wrong is None or report.first_deviation.layer == "1"
+
+
+@row("H6b")
+@pytest.mark.parametrize("wrong", [None, "order", "mode"])
+def test_a_flax_nnx_module(wrong):
+    nnx = pytest.importorskip("flax.nnx")
+    module = digits_net().eval()
+
+    class Model(nnx.Module):
+        def __init__(self, rngs):
+            self.conv = nnx.Conv(1, 4, (3, 3), rngs=rngs)
+            self.bn = nnx.BatchNorm(4, use_running_average=wrong != "mode", rngs=rngs)
+            self.head = nnx.Linear(36, 6, rngs=rngs)
+
+        def __call__(self, x):
+            x = jax.nn.relu(self.bn(self.conv(x.transpose(0, 2, 3, 1))))
+            x = nnx.avg_pool(x, (2, 2), strides=(2, 2))
+            x = x if wrong == "order" else x.transpose(0, 3, 1, 2)
+            return self.head(x.reshape(x.shape[0], -1))
+
+    model = Model(nnx.Rngs(0))
+    state = {name: x.numpy() for name, x in module.state_dict().items()}
+    model.conv.kernel.set_value(jnp.asarray(state["0.weight"].transpose(2, 3, 1, 0)))
+    model.conv.bias.set_value(jnp.asarray(state["0.bias"]))
+    model.head.kernel.set_value(jnp.asarray(state["5.weight"].T))
+    model.head.bias.set_value(jnp.asarray(state["5.bias"]))
+    graphdef, parameters = nnx.split(model)
+    report = jaxfn.paritycheck(
+        lambda state, x: nnx.merge(graphdef, state)(x), module, IMAGES, parameters=parameters, raise_exception=False
+    )
+    assert bool(report) is (wrong is None), report
+    assert wrong is None or report.first_deviation.layer == {"order": "4", "mode": "1"}[wrong]
+
+
+@row("H6b")
+@pytest.mark.parametrize("momentum", [0.9, 0.1])
+def test_flax_linen_in_training(momentum):
+    """flax updates the variance with the biased one, torch with the unbiased one."""
+    linen = pytest.importorskip("flax.linen")
+    module = digits_net()
+
+    class Model(linen.Module):
+        @linen.compact
+        def __call__(self, x):
+            x = linen.Conv(4, (3, 3))(x.transpose(0, 2, 3, 1))
+            x = jax.nn.relu(linen.BatchNorm(use_running_average=False, momentum=momentum, epsilon=1e-5)(x))
+            x = linen.avg_pool(x, (2, 2), strides=(2, 2)).transpose(0, 3, 1, 2)
+            return linen.Dense(6)(x.reshape(x.shape[0], -1))
+
+    variables = Model().init(jax.random.key(0), IMAGES[0])
+    state = {name: x.numpy() for name, x in module.state_dict().items()}
+    parameters = dict(variables["params"])
+    parameters["Conv_0"] = {"kernel": state["0.weight"].transpose(2, 3, 1, 0), "bias": state["0.bias"]}
+    parameters["Dense_0"] = {"kernel": state["5.weight"].T, "bias": state["5.bias"]}
+
+    def port(p, buffers, x):
+        y, updated = Model().apply({"params": p, "batch_stats": buffers}, x, mutable=["batch_stats"])
+        return y, updated["batch_stats"]
+
+    report = jaxfn.paritycheck(
+        port, module, IMAGES, parameters=parameters, buffers=variables["batch_stats"], raise_exception=False
+    )
+    failed = {row.what for row in report.failures}
+    assert failed == {"buffer 1.running_var"} | ({"buffer 1.running_mean"} if momentum == 0.1 else set()), report
