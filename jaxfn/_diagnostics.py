@@ -20,13 +20,15 @@ from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
+import jaxlib
 import numpy as np
 
 from jaxfn._signature import InputNames, fits
 from jaxfn._tree import is_jax_type
 
 _FOLDER_OF_JAX = str(Path(jax.__file__).parent)
-_OWN_FOLDER = str(Path(__file__).parent / "_")[:-1]  # ends with the separator, unlike a sibling such as jaxfn2
+_FOLDERS = [str(Path(file).parent / "_")[:-1] for file in (__file__, jax.__file__, jaxlib.__file__, np.__file__)]
+_OWN_FOLDER = _FOLDERS[0]  # ends with the separator, unlike a sibling such as jaxfn2
 
 
 def hide_own_frames(error: Exception) -> None:
@@ -261,6 +263,16 @@ def _last_line_outside_jax(error: Exception) -> tuple[str, dict[str, Any]]:
         return "", {}
     lines = traceback.extract_tb(error.__traceback__)
     return lines[own[-1]].line or "", frames[own[-1]][0].f_locals
+
+
+def error_location(error: Exception) -> str | None:
+    """Returns the last line of user code that raised an error, "file:line"; `None` if there is none."""
+    lines = [
+        f"{frame.f_code.co_filename}:{line}"
+        for frame, line in traceback.walk_tb(error.__traceback__)
+        if not frame.f_code.co_filename.startswith(tuple(_FOLDERS))
+    ]
+    return lines[-1] if lines else None
 
 
 def _hint_for_type_error(text: str) -> str | None:

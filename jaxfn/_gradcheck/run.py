@@ -105,7 +105,7 @@ class _Check:
         self.step = _step(options.eps, d.precision)
         modes = ((options.check_backward_ad, d.reverse), (options.check_forward_ad, d.forward))
         self.modes = [mode for is_checked, mode in modes if is_checked]
-        self.progress = Progress(f"{options.name} of {problem.name}")
+        self.progress = Progress(f"{options.name} of {problem.name}", "directions")
         self.evaluator = self._new_evaluator(ExecutionMode.VECTORIZED if d.is_traced else ExecutionMode.PYTHON_LOOP)
         self.findings: dict[str, Findings] = {}  # by the name of the mode
 
@@ -113,12 +113,10 @@ class _Check:
         if not self._is_differentiable():
             return self.report
         self._note_settings()
-        try:
+        with self.progress:
             self._check_properties()
             if self.report.passed:
                 self._compare_jacobians()
-        finally:
-            self.progress.close()
         return self.report
 
     def _new_evaluator(self, mode: ExecutionMode) -> BatchedEvaluator:

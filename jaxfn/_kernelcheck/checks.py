@@ -13,10 +13,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxfn._gradcheck.problem.staging import JaxprFunction, is_same_output, stage
+from jaxfn._gradcheck.report.progress import Progress
 from jaxfn._kernelcheck.arguments import Arguments, Arrays, nan_padded
 from jaxfn._kernelcheck.comparison import Float64Reference, KernelComparison, Samples
 from jaxfn._kernelcheck.implementations import BatchedImplementation, Implementation, KernelError, Results, run_on_host
-from jaxfn._kernelcheck.report import Row
+from jaxfn._kernelcheck.rows import PLAIN, Row
 
 Check = Callable[[KernelComparison, "CheckOptions"], Iterator[Row]]
 CustomCheck = Callable[[Callable[..., Any], Callable[..., Any], tuple[Any, ...]], Any]  # a message, or None
@@ -45,7 +46,7 @@ class CheckOptions:
 
 def values(comparison: KernelComparison, options: CheckOptions) -> Iterator[Row]:
     """Compares outputs and gradients."""
-    yield from comparison.compare("outputs", comparison.run(comparison.main), comparison.expected)
+    yield from comparison.compare("outputs", comparison.plain, comparison.expected)
 
 
 def vacuous(comparison: KernelComparison, options: CheckOptions) -> Iterator[Row]:
@@ -56,44 +57,47 @@ def vacuous(comparison: KernelComparison, options: CheckOptions) -> Iterator[Row
                 "is zero in the reference, or not larger than rounding errors: a kernel that returns zeros passes. "
                 "Choose other inputs, exclude the argument by argnums=, or pass allow_zero_gradients=True."
             )
-            yield comparison.message("vacuous", name, message, passed=options.allow_zero_gradients)
+            yield comparison.message(
+                "vacuous", name, message, array=f"the reference's {name}", passed=options.allow_zero_gradients
+            )
         else:
             yield comparison.message("vacuous", name, "")
 
 
 def determinism(comparison: KernelComparison, options: CheckOptions) -> Iterator[Row]:
     """Compares two runs of one executable."""
-    is_same = comparison.run(comparison.main).is_identical(comparison.run(comparison.main))
-    yield comparison.message(
-        "determinism", "compiled", "" if is_same else "two runs of one executable on the same inputs differ"
-    )
+    again = comparison.run(comparison.main)
+    yield from comparison.compare_runs(PLAIN, comparison.plain, again)
 
 
 def eager_determinism(comparison: KernelComparison, options: CheckOptions) -> Iterator[Row]:
     """Compares two eager runs."""
-    is_same = comparison.eager.is_identical(comparison.first_results(comparison.implementation.run))
-    yield comparison.message("determinism", "eager", "" if is_same else "two eager runs on the same inputs differ")
+    again = comparison.first_results(comparison.implementation.run)
+    yield from comparison.compare_runs("jit", comparison.eager, again, [0])
 
 
 def undifferentiated(comparison: KernelComparison, options: CheckOptions) -> Iterator[Row]:
     """Compares outputs without differentiation, which a rule may compute by other code."""
     kernel = replace(comparison.implementation, arguments=comparison.arguments.undifferentiated())
     results = run_on_host(jax.jit(kernel.mapped), *comparison.arrays(comparison.main))
-    yield from comparison.compare("undifferentiated", results, comparison.expected)
+    yield from comparison.compare(
+        "undifferentiated", results, comparison.expected, baselines={PLAIN: lambda: comparison.plain}
+    )
 
 
 def jit(comparison: KernelComparison, options: CheckOptions) -> Iterator[Row]:
     """Compares eager results."""
-    yield from comparison.compare("jit", comparison.eager, comparison.expected, [0], " eagerly")
+    baselines = comparison.first_baselines(PLAIN)
+    yield from comparison.compare("jit", comparison.eager, comparison.expected, [0], " eagerly", baselines=baselines)
 
 
 def vmap(comparison: KernelComparison, options: CheckOptions) -> Iterator[Row]:
     """Compares results under `jax.vmap`, along axis 0, and along the last axis with one argument unbatched."""
     fixed, xs, cotangents = comparison.arrays(comparison.main)
     run = jax.jit(jax.vmap(comparison.implementation.run, in_axes=(None, 0, 0)))
-    yield from comparison.compare(
-        "vmap", run_on_host(run, fixed, xs, cotangents), comparison.expected, suffix=" along axis 0"
-    )
+    results = run_on_host(run, fixed, xs, cotangents)
+    baselines = {PLAIN: lambda: comparison.plain}
+    yield from comparison.compare("vmap", results, comparison.expected, suffix=" along axis 0", baselines=baselines)
     argument_indices = sorted(set(comparison.arguments.argument_indices))
     for argument in argument_indices if len(argument_indices) > 1 else ():
         yield from _unbatched(comparison, argument)
@@ -112,15 +116,27 @@ def _unbatched(comparison: KernelComparison, argument: int) -> Iterator[Row]:
     kernel = BatchedImplementation(comparison.kernel, arguments, axes)
     results = run_on_host(jax.jit(kernel.run), fixed, batched, cotangents)
     gradients: Arrays = []
-    for index, (i, gradient) in enumerate(zip(arguments.differentiated, results.gradients, strict=True)):
-        if i in unbatched:
+    summed = [index for index, i in enumerate(arguments.differentiated) if i in unbatched]
+    for index, gradient in enumerate(results.gradients):
+        if index in summed:
             expected.gradients[index] = expected.gradients[index].summed()
             gradients.append(gradient[None])
         else:
             gradients.append(np.moveaxis(gradient, -1, 0))
+
+    def plain() -> Results:
+        plain = comparison.run(samples)
+        sums = [g.astype(np.float64).sum(0, keepdims=True) if i in summed else g for i, g in enumerate(plain.gradients)]
+        return replace(plain, gradients=sums)
+
     names = ", ".join(arguments.names[i] for i in unbatched)
-    suffix = f" along the last axis, {names} unbatched"
-    yield from comparison.compare("vmap", replace(results, gradients=gradients), expected, suffix=suffix)
+    yield from comparison.compare(
+        "vmap",
+        replace(results, gradients=gradients),
+        expected,
+        suffix=f" along the last axis, {names} unbatched",
+        baselines={PLAIN: plain},
+    )
 
 
 def undefined(comparison: KernelComparison, options: CheckOptions) -> Iterator[Row]:
@@ -128,10 +144,14 @@ def undefined(comparison: KernelComparison, options: CheckOptions) -> Iterator[R
     count = len(comparison.outputs.floats)
     for used in range(count) if count > 1 else ():
         zeroed = [ct if i == used else 0 * ct for i, ct in enumerate(comparison.main.cotangents)]
-        expected = comparison.expect(Samples(comparison.main.xs, zeroed))
+        samples = Samples(comparison.main.xs, zeroed)
         results = _mapped(comparison, outputs=[used])
         yield from comparison.compare(
-            "undefined", results, expected, suffix=f", {comparison.outputs.names[used]} alone used"
+            "undefined",
+            results,
+            comparison.expect(samples),
+            suffix=f", {comparison.outputs.names[used]} alone used",
+            baselines={PLAIN: partial(comparison.run, samples)},
         )
 
 
@@ -147,14 +167,15 @@ def subsets(comparison: KernelComparison, options: CheckOptions) -> Iterator[Row
     args = comparison.arrays(comparison.main, 0)
     whole = _staged(partial(gradients, chosen), *args)
     for index, (i, name) in enumerate(zip(chosen, comparison.gradient_names(), strict=True)):
-        what = f"{name}, if it alone is differentiated"
+        condition = ", if it alone is differentiated"
         if is_same_output(_staged(partial(gradients, [i]), *args), whole, index):
-            yield comparison.message("subsets", what, "")
+            yield comparison.message("subsets", name + condition, "", array=name)
         else:
             (gradient,) = _mapped(comparison, inputs=[i]).gradients
-            yield comparison.row(
-                "subsets", what, comparison.expected.gradients[index].compare(gradient, comparison.factor)
-            )
+            expected = comparison.expected.gradients[index]
+            is_plain = expected.agree(comparison.plain.gradients[index], gradient, comparison.factor)
+            result = expected.compare(gradient, comparison.factor)
+            yield comparison.row("subsets", name, condition, result, PLAIN if is_plain else "")
 
 
 def scales(comparison: KernelComparison, options: CheckOptions) -> Iterator[Row]:
@@ -182,7 +203,14 @@ def padding(comparison: KernelComparison, options: CheckOptions) -> Iterator[Row
     results = run_on_host(
         comparison.implementation.run, fixed, *([nan_padded(x) for x in arrays] for arrays in (xs, cotangents))
     )
-    yield from comparison.compare("padding", results.as_one_sample(), comparison.expected, [0], ", inputs between NaNs")
+    yield from comparison.compare(
+        "padding",
+        results.as_one_sample(),
+        comparison.expected,
+        [0],
+        ", inputs between NaNs",
+        baselines=comparison.first_baselines(PLAIN, "jit"),
+    )
 
 
 def sizes(comparison: KernelComparison, options: CheckOptions) -> Iterator[Row]:
@@ -196,7 +224,7 @@ def sizes(comparison: KernelComparison, options: CheckOptions) -> Iterator[Row]:
             else:
                 yield from other.compare("sizes", other.run(other.main), other.expected, suffix=f" for {what}")
         except KernelError as error:
-            yield comparison.message("sizes", what, f"not supported: {error}", passed=True)
+            yield comparison.raised("sizes", what, error, remark="not supported: ")
 
 
 def donation(comparison: KernelComparison, options: CheckOptions) -> Iterator[Row]:
@@ -210,11 +238,14 @@ def donation(comparison: KernelComparison, options: CheckOptions) -> Iterator[Ro
         if np.asarray(x).tobytes() != was.tobytes()
     ]
     message = f"{', '.join(changed)} changed: the kernel writes into its arguments" if changed else ""
-    yield comparison.message("donation", "inputs", message)
+    yield comparison.message("donation", "inputs", message, array="the inputs")
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Some donated buffers were not usable")
         results = comparison.first_results(jax.jit(comparison.implementation.run, donate_argnums=(1, 2)))
-    yield from comparison.compare("donation", results, comparison.expected, [0], ", inputs donated")
+    baselines = comparison.first_baselines(PLAIN, "jit")
+    yield from comparison.compare(
+        "donation", results, comparison.expected, [0], ", inputs donated", baselines=baselines
+    )
 
 
 def shard(comparison: KernelComparison, options: CheckOptions) -> Iterator[Row]:
@@ -222,27 +253,33 @@ def shard(comparison: KernelComparison, options: CheckOptions) -> Iterator[Row]:
     if options.shard is not None:
         kernel = replace(comparison.implementation, function=options.shard(comparison.kernel))
         results = comparison.first_results(jax.jit(kernel.run))
-        yield from comparison.compare("shard", results, comparison.expected, [0], ", sharded")
+        baselines = comparison.first_baselines(PLAIN, "jit")
+        yield from comparison.compare("shard", results, comparison.expected, [0], ", sharded", baselines=baselines)
 
 
-def run_checks(comparison: KernelComparison, options: CheckOptions, *, is_first: bool) -> Iterator[Row]:
+def run_checks(
+    comparison: KernelComparison, options: CheckOptions, progress: Progress, *, is_first: bool
+) -> Iterator[Row]:
     """Runs all checks of a kernel in one dtype, except those to skip."""
     problem = _problem(comparison)
     if problem and comparison.arguments.differentiated:
         arguments = comparison.arguments.undifferentiated()
         plain = replace(comparison, arguments=arguments, exact=Float64Reference(comparison.reference, arguments))
         if not _problem(plain):
-            yield comparison.message("gradients", "the gradient", problem)
+            yield _problem_row(comparison, "gradients", "the gradient", problem)
             comparison, problem = plain, ""
     if problem:
-        yield comparison.message("outputs", "the kernel", problem)
+        yield _problem_row(comparison, "outputs", "the kernel", problem)
         return
-    for name, check in [*IN_EVERY_DTYPE, *(IN_ONE_DTYPE if is_first else ())]:
+    checks = [*IN_EVERY_DTYPE, *(IN_ONE_DTYPE if is_first else ())]
+    progress.expect(len(checks))
+    for name, check in checks:
         if name not in options.skip:
             try:
                 yield from check(comparison, options)
             except KernelError as error:
-                yield comparison.message(name, "the kernel", str(error))
+                yield comparison.raised(name, "the kernel", error)
+        progress.advance(1)
     for name, check in options.custom.items() if is_first else ():
         if name not in options.skip:
             try:
@@ -256,15 +293,18 @@ def run_checks(comparison: KernelComparison, options: CheckOptions, *, is_first:
             yield comparison.message(name, "the kernel", message or "")
 
 
-def _problem(comparison: KernelComparison) -> str:
+def _problem(comparison: KernelComparison) -> str | KernelError:
     """Returns why a kernel cannot be compared: it raises, or returns other arrays; empty if it can."""
     try:
-        problem = mismatch(comparison)
-        if not problem:
-            comparison.run(comparison.main)
+        return mismatch(comparison) or (comparison.plain and "")
     except KernelError as error:
-        return str(error)
-    return problem
+        return error
+
+
+def _problem_row(comparison: KernelComparison, check: str, what: str, problem: str | KernelError) -> Row:
+    if isinstance(problem, KernelError):
+        return comparison.raised(check, what, problem)
+    return comparison.message(check, what, problem)
 
 
 def mismatch(comparison: KernelComparison) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import Any
@@ -13,10 +13,12 @@ import numpy as np
 
 from jaxfn._compat import compile_as_written, compile_quickly
 from jaxfn._kernelcheck.arguments import Arguments, Arrays, add_rounding_noise, rounded, sample_nearby
-from jaxfn._kernelcheck.error_bounds import ArrayResult, ExpectedArray, expect
+from jaxfn._kernelcheck.error_bounds import ArrayResult, ExpectedArray, ExpectedIntegers, expect
 from jaxfn._kernelcheck.float64 import promote_to_float64
 from jaxfn._kernelcheck.implementations import Implementation, KernelError, OutputTypes, Results, on_host, run_on_host
-from jaxfn._kernelcheck.report import Row
+from jaxfn._kernelcheck.rows import PLAIN, Row
+
+Baselines = Mapping[str, Callable[[], Results]]  # what a check may repeat, by name; see `Row.repeats`
 
 
 @dataclass(frozen=True)
@@ -38,12 +40,12 @@ class ExpectedResults:
 
     Attributes:
       outputs: the floating-point outputs.
-      others: the other outputs of the reference, in float64 and in the dtype.
+      others: the other outputs.
       gradients: the gradients.
     """
 
     outputs: list[ExpectedArray]
-    others: list[tuple[Any, Any]]
+    others: list[ExpectedIntegers]
     gradients: list[ExpectedArray]
 
     def with_equal_inputs(self, other: ExpectedResults) -> ExpectedResults:
@@ -141,6 +143,16 @@ class KernelComparison:
         return self.arguments.call(lambda *args: args, fixed, xs)
 
     @cached_property
+    def plain(self) -> Results:
+        """The results of the compiled kernel for `main`."""
+        return self.run(self.main)
+
+    def first_baselines(self, *names: str) -> Baselines:
+        """Returns what a check of the first sample may repeat: plain results, eager ones, or both."""
+        baselines: Baselines = {PLAIN: lambda: self.plain.at([0]), "jit": lambda: self.eager}
+        return {name: baselines[name] for name in names}
+
+    @cached_property
     def eager(self) -> Results:
         """The kernel's results for the first sample, without `jax.jit`."""
         return self.first_results(self.implementation.run)
@@ -175,7 +187,7 @@ class KernelComparison:
         make = partial(expect, dtype=self.dtype)
         return ExpectedResults(
             list(map(make, exact.outputs, reference.outputs, nearby.outputs)),
-            list(zip(exact.others, reference.others, strict=True)),
+            list(map(ExpectedIntegers, exact.others, reference.others)),
             list(map(make, exact.gradients, reference.gradients, nearby.gradients)),
         )
 
@@ -183,13 +195,19 @@ class KernelComparison:
         """Returns the names of the gradients in reports."""
         return [f"gradient of {self.arguments.names[i]}" for i in self.arguments.differentiated]
 
-    def row(self, check: str, what: str, result: ArrayResult) -> Row:
+    def row(self, check: str, array: str, conditions: str, result: ArrayResult, repeats: str = "") -> Row:
         """Returns a row of the report for one array."""
-        return Row(check, str(np.dtype(self.dtype)), what, **vars(result))
+        dtype = str(np.dtype(self.dtype))
+        return Row(check, dtype, array + conditions, array=array, repeats=repeats, **vars(result))
 
-    def message(self, check: str, what: str, message: str, *, passed: bool = False) -> Row:
+    def message(self, check: str, what: str, message: str, *, array: str = "the kernel", passed: bool = False) -> Row:
         """Returns a row of the report with a message; without a message the row passes."""
-        return Row(check, str(np.dtype(self.dtype)), what, passed or not message, message)
+        return Row(check, str(np.dtype(self.dtype)), what, passed or not message, message, array)
+
+    def raised(self, check: str, what: str, error: KernelError, remark: str = "") -> Row:
+        """Returns a row of the report for an error that the kernel raised; with a remark the row passes."""
+        message = remark + str(error)
+        return Row(check, str(np.dtype(self.dtype)), what, bool(remark), message, raised=error.raised)
 
     def compare(
         self,
@@ -199,26 +217,67 @@ class KernelComparison:
         draws: Sequence[int] | None = None,
         suffix: str = "",
         only_overflow: bool = False,
+        baselines: Baselines | None = None,
     ) -> list[Row]:
-        """Returns rows for the results for some samples, by default all. Results may lack gradients."""
+        """Returns rows for the results for some samples.
+
+        Args:
+          check: the name of the check.
+          results: the results of the kernel, which may lack gradients.
+          expected: the expected results.
+          draws: the samples that `results` has. Default: all.
+          suffix: the conditions of the check, as text.
+          only_overflow: whether values must only be finite.
+          baselines: what `results` may repeat. Default: they are plain results.
+        """
         rows: list[Row] = []
-        count = len(results.outputs)
-        gradients = zip(self.gradient_names(), results.gradients, expected.gradients, strict=True)
-        named = [
-            *zip(self.outputs.names[:count], results.outputs, expected.outputs, strict=True),
-            *(gradients if results.gradients else ()),
-        ]
-        for position, (name, values, e) in enumerate(named):
+        for kind, index, array in self._named(results):
+            values, e = getattr(results, kind)[index], getattr(expected, kind)[index]
             e = e if draws is None else e.at(draws)
-            under = "gradients" if check == "outputs" and position >= count else check
-            result = e.overflow(values) if only_overflow else e.compare(values, self.factor)
-            rows.append(self.row(under, name + suffix, result))
-        others = self.outputs.names[count:]
-        for name, values, (exact, reference) in zip(others, results.others, expected.others, strict=True):
-            at = slice(None) if draws is None else list(draws)
-            wrong = (values != exact[at]) & (values != reference[at])
-            message = f"{wrong.sum():,} of {wrong.size:,} entries differ from the reference"
-            rows.append(self.message(check, name + suffix, message if wrong.any() else ""))
+            result: ArrayResult = e.overflow(values) if only_overflow else e.compare(values, self.factor)
+            repeats = PLAIN
+            if baselines is not None:
+                repeats = "" if result.passed else self._repeated(baselines, kind, index, values, e)
+            under = "gradients" if check == "outputs" and kind == "gradients" else check
+            rows.append(self.row(under, array, suffix, result, repeats))
+        return rows
+
+    def _named(self, results: Results) -> list[tuple[str, int, str]]:
+        """Returns the arrays in results: the attribute that has them, the index in it, and the name in reports."""
+        count = len(results.outputs)
+        names = {
+            "outputs": self.outputs.names[:count],
+            "gradients": self.gradient_names() if results.gradients else [],
+            "others": self.outputs.names[count:],
+        }
+        return [(kind, index, name) for kind, of_kind in names.items() for index, name in enumerate(of_kind)]
+
+    def _repeated(self, baselines: Baselines, kind: str, index: int, values: Any, expected: Any) -> str:
+        """Returns the name of the first baseline with equal results for one array; empty if there is none."""
+        for name, run in baselines.items():
+            try:
+                repeated = getattr(run(), kind)[index]
+            except KernelError:  # reported by the check that has this name
+                continue
+            if expected.agree(repeated, values, self.factor):
+                return name
+        return ""
+
+    def compare_runs(
+        self, baseline: str, first: Results, second: Results, draws: Sequence[int] | None = None
+    ) -> list[Row]:
+        """Returns a row for each array of two plain or eager runs, which fails unless they are bitwise equal."""
+        rows: list[Row] = []
+        condition = ", compiled" if baseline == PLAIN else ", eagerly"
+        for kind, index, array in self._named(first):
+            one, two = getattr(first, kind)[index], getattr(second, kind)[index]
+            if one.tobytes() == two.tobytes():
+                rows.append(self.message("determinism", array + condition, "", array=array))
+                continue
+            e = getattr(self.expected, kind)[index]
+            e = (e if draws is None else e.at(draws)).with_exact(one)
+            result = replace(e.compare(two, self.factor), passed=False, message="two runs on the same inputs differ")
+            rows.append(self.row("determinism", array, condition, result, baseline))
         return rows
 
 

@@ -40,7 +40,7 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 import numpy as np
 
-from jaxfn._kernelcheck.report import Entry
+from jaxfn._kernelcheck.rows import Entry
 
 Array = np.ndarray[Any, Any]
 
@@ -60,8 +60,8 @@ class ArrayResult:
 
     passed: bool
     message: str
-    norm: float
-    allowed_norm: float
+    norm: float | None
+    allowed_norm: float | None
     worst: list[Entry]
     count: int
     total: int
@@ -172,11 +172,68 @@ class ExpectedArray:
             message = f"the root mean square of the errors is {norm:.2g}, allowed is {allowed_norm:.2g}"
         return ArrayResult(not message, message, norm, allowed_norm, worst, count, exact.size)
 
+    def with_exact(self, exact: Array) -> ExpectedArray:
+        """Returns these expectations with other values, all of which are compared, unless they are not finite."""
+        exact = np.asarray(exact, np.float64)
+        return replace(self, exact=exact, is_comparable=np.isfinite(exact))
+
+    def agree(self, first: Array, second: Array, factor: float) -> bool:
+        """Whether two results of a kernel have one error: they differ by no more than a kernel's values may.
+
+        If both have errors that a reference in bfloat16 could have, they are imprecise, and may differ as much.
+        """
+        if self.with_exact(first).compare(second, factor).passed:
+            return True
+        ratio = max(1.0, float(jnp.finfo("bfloat16").eps) / self.precision)
+        coarse = replace(
+            self,
+            error=self.error.scaled(ratio),
+            input_rounding=self.input_rounding.scaled(ratio),
+            precision=ratio * self.precision,
+        )
+        return coarse.compare(first, factor).passed and coarse.compare(second, factor).passed
+
     def _ulps(self, error: float, exact: float) -> float:
         """Returns an error in units in the last place of the expected value."""
         if not math.isfinite(error + exact):
             return math.inf if error else 0.0
         return error / (self.precision * 2.0 ** math.floor(math.log2(max(abs(exact), self.tiny))))
+
+
+@dataclass(frozen=True)
+class ExpectedIntegers:
+    """The expected values of one integer or boolean output, for several samples.
+
+    Attributes:
+      exact: the values of the reference in float64, of shape (draws, *shape).
+      reference: the values of the reference in the dtype, which are right too.
+    """
+
+    exact: Array
+    reference: Array
+
+    def at(self, draws: Sequence[int]) -> ExpectedIntegers:
+        """Selects some samples."""
+        return ExpectedIntegers(self.exact[list(draws)], self.reference[list(draws)])
+
+    def with_exact(self, exact: Array) -> ExpectedIntegers:
+        """Returns these expectations with other values."""
+        return ExpectedIntegers(exact, exact)
+
+    def overflow(self, values: Array) -> ArrayResult:
+        """Compares a kernel's values: integers do not overflow to infinity."""
+        return self.compare(values)
+
+    def compare(self, values: Array, factor: float = 1.0) -> ArrayResult:
+        """Compares a kernel's values with the expected values, which they equal or not, whatever the factor."""
+        wrong = (values != self.exact) & (values != self.reference)
+        count = int(wrong.sum())
+        message = f"{count:,} of {wrong.size:,} entries differ from the reference" if count else ""
+        return ArrayResult(not count, message, None, None, [], count, wrong.size)
+
+    def agree(self, first: Array, second: Array, factor: float) -> bool:
+        """Whether two results of a kernel are equal."""
+        return bool((first == second).all())
 
 
 def expect(exact: Any, reference: Any, nearby: Any, dtype: Any) -> ExpectedArray:

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.tree_util import keystr, tree_flatten_with_path
 
+from jaxfn._diagnostics import error_location
 from jaxfn._kernelcheck.arguments import Arguments, Arrays
 from jaxfn._tree import is_array_leaf, is_inexact
 
@@ -29,17 +30,16 @@ class Results:
     others: Arrays
     gradients: Arrays
 
-    @property
-    def arrays(self) -> Arrays:
-        return [*self.outputs, *self.others, *self.gradients]
+    def at(self, draws: Sequence[int]) -> Results:
+        """Selects some samples."""
+        return self._map(lambda array: array[list(draws)])
 
     def as_one_sample(self) -> Results:
         """Returns the results with a leading axis of size 1 for samples."""
-        return Results(*([array[None] for array in arrays] for arrays in (self.outputs, self.others, self.gradients)))
+        return self._map(lambda array: array[None])
 
-    def is_identical(self, other: Results) -> bool:
-        """Whether both are bitwise equal."""
-        return all(a.tobytes() == b.tobytes() for a, b in zip(self.arrays, other.arrays, strict=True))
+    def _map(self, function: Callable[[Any], Any]) -> Results:
+        return Results(*(list(map(function, arrays)) for arrays in (self.outputs, self.others, self.gradients)))
 
 
 @dataclass(frozen=True)
@@ -146,10 +146,17 @@ class BatchedImplementation(Implementation):
 
 
 class KernelError(Exception):
-    """An error that a kernel raised, which is the `__cause__`."""
+    """An error that a kernel raised, which is the `__cause__`.
+
+    Attributes:
+      raised: the class of the error, and the line of the kernel's code that raised it.
+    """
 
     def __init__(self, error: Exception) -> None:
-        super().__init__(f"it raised {type(error).__name__}: {str(error).strip().partition(chr(10))[0]}")
+        name, text = type(error).__name__, str(error).strip().partition("\n")[0]
+        location = error_location(error)
+        super().__init__(f"it raised {name}: {text}" + (f" ({location})" if location else ""))
+        self.raised = f"{name} at {location}" if location else f"{name}: {text}"
 
 
 def run_on_host(run: Callable[..., Any], *args: Any) -> Results:

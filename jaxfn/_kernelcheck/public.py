@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxfn._gradcheck.problem.problem import function_name
+from jaxfn._gradcheck.report.progress import Progress
 from jaxfn._kernelcheck.arguments import flatten_arguments
 from jaxfn._kernelcheck.checks import NAMES, CheckOptions, CustomCheck, run_checks
 from jaxfn._kernelcheck.comparison import Float64Reference, KernelComparison
@@ -58,7 +59,8 @@ def kernelcheck(
     - "donation": arguments keep their values, unless they are donated.
     - "shard": results on several devices.
 
-    The first four run in each dtype, the others in the first dtype.
+    The first four run in each dtype, the others in the first dtype. Failures with one cause are one finding of the
+    report, the simplest first. A check of more than two seconds shows its progress, if tqdm is installed.
 
     Args:
       func: The kernel, a differentiable JAX callable: a Function's `apply`, a decorated function, a `jax.custom_vjp`.
@@ -130,9 +132,10 @@ def kernelcheck(
     report = KernelReport(function_name(func), function_name(reference), factor)
     options = CheckOptions(scales, others, shard, custom, frozenset(skip), allow_zero_gradients)
     exact = Float64Reference(reference, arguments)
-    for index, dtype in enumerate(checked_dtypes):
-        comparison = KernelComparison(func, reference, arguments, dtype, draws, factor, generator, exact)
-        report.rows += run_checks(comparison, options, is_first=index == 0)
+    with Progress(f"kernelcheck of {report.kernel}", "checks") as progress:
+        for index, dtype in enumerate(checked_dtypes):
+            comparison = KernelComparison(func, reference, arguments, dtype, draws, factor, generator, exact)
+            report.rows += run_checks(comparison, options, progress, is_first=index == 0)
     if exact.note:
         report.notes.append(exact.note)
     if raise_exception:

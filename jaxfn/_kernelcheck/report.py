@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any, ClassVar
 
 from jaxfn._inspection.reports import CheckError, CheckReport, aligned, html_table, preformatted, small
+from jaxfn._kernelcheck.findings import Finding, group
+from jaxfn._kernelcheck.rows import PLAIN_CHECKS, Row
 
 
 class KernelcheckError(CheckError):
@@ -28,73 +30,6 @@ class KernelcheckError(CheckError):
     """
 
 
-@dataclass(frozen=True)
-class Entry:
-    """One entry of an output or a gradient.
-
-    Attributes:
-      index: the index of the entry.
-      value: the value of the kernel.
-      expected: the value of the reference in float64.
-      error, allowed: the error, and the largest error allowed.
-      ulps: the error in units in the last place of `expected`.
-    """
-
-    index: tuple[int, ...]
-    value: float
-    expected: float
-    error: float
-    allowed: float
-    ulps: float
-
-
-@dataclass(frozen=True)
-class Row:
-    """The result of a check for one array.
-
-    Attributes:
-      check: the name of the check.
-      dtype: the dtype of the inputs.
-      what: the output or gradient, and the conditions of the check.
-      passed: whether it passed.
-      message: the failure or a remark, as text.
-      norm, allowed_norm: the root mean square of the errors, and the largest allowed.
-      worst: the entries with the largest errors relative to what is allowed, the worst first.
-      count, total: the number of entries with an error larger than allowed, and of all entries.
-    """
-
-    check: str
-    dtype: str
-    what: str
-    passed: bool = True
-    message: str = ""
-    norm: float | None = None
-    allowed_norm: float | None = None
-    worst: list[Entry] = field(default_factory=list[Entry])
-    count: int = 0
-    total: int = 0
-
-    @property
-    def index(self) -> tuple[int, ...] | None:
-        """The index of the worst entry."""
-        return self.worst[0].index if self.worst else None
-
-    @property
-    def error(self) -> float | None:
-        """The error of the worst entry."""
-        return self.worst[0].error if self.worst else None
-
-    @property
-    def allowed(self) -> float | None:
-        """The largest error allowed for the worst entry."""
-        return self.worst[0].allowed if self.worst else None
-
-    @property
-    def ulps(self) -> float | None:
-        """The error of the worst entry in units in the last place."""
-        return self.worst[0].ulps if self.worst else None
-
-
 @dataclass(repr=False, eq=False)
 class KernelReport(CheckReport):
     """The report of `kernelcheck`; true if it passed.
@@ -102,7 +37,7 @@ class KernelReport(CheckReport):
     Attributes:
       kernel, reference: the names of both functions.
       factor: the largest allowed ratio of the kernel's error to the reference's.
-      rows: all results, check by check.
+      rows: all results, check by check; `failures` are those that failed, and `findings` groups them by cause.
       notes: how it was checked, as far as that matters for the result.
     """
 
@@ -119,6 +54,11 @@ class KernelReport(CheckReport):
         return [row for row in self.rows if not row.passed]
 
     @property
+    def findings(self) -> list[Finding]:
+        """The failures, grouped by cause, the simplest first."""
+        return group(self.failures)
+
+    @property
     def checks(self) -> list[str]:
         """The names of the checks that ran, in order."""
         return list(dict.fromkeys(row.check for row in self.rows))
@@ -130,28 +70,34 @@ class KernelReport(CheckReport):
 
     def to_dict(self) -> dict[str, Any]:
         """Returns the report as plain Python values."""
-        return super().to_dict() | {"failed_checks": self.failed_checks}
+        return super().to_dict() | {
+            "failed_checks": self.failed_checks,
+            "findings": [asdict(finding) for finding in self.findings],
+        }
 
     def _repr_html_(self) -> str:
-        main = [row for row in self.rows if row.check in ("outputs", "gradients")]
-        head, _, rest = str(self).partition("\n")
-        rest = "\n".join(rest.splitlines()[len(main) + 1 :])
-        return preformatted(head) + html_table(_HEADERS, list(map(_cells, main))) + preformatted(rest)
+        head, table, rest = self._sections()
+        return preformatted(head) + html_table(_HEADERS, table) + preformatted("\n".join(rest))
 
     def __str__(self) -> str:
+        head, table, rest = self._sections()
+        return "\n".join([head, *aligned([_HEADERS, *table]), *rest])
+
+    def _sections(self) -> tuple[str, list[list[str]], list[str]]:
+        """Returns the first line, the table of plain results, and the lines after it."""
         head = f"kernelcheck of {self.kernel} against {self.reference}: {'passed' if self.passed else 'FAILED'}"
-        main = [row for row in self.rows if row.check in ("outputs", "gradients")]
-        lines = [head, *aligned([_HEADERS, *map(_cells, main)])]
+        table = [_cells(row) for row in self.rows if row.check in PLAIN_CHECKS]
+        lines: list[str] = []
         for check in self.checks:
             rows = [row for row in self.rows if row.check == check]
-            wrong = [row for row in rows if not row.passed]
-            if check not in ("outputs", "gradients"):
+            num_wrong = sum(not row.passed for row in rows)
+            if num_wrong or check not in PLAIN_CHECKS:
                 remarks = [f"{row.what}: {row.message}" for row in rows if row.passed and row.message]
-                result = f"FAILED ({len(wrong)} of {len(rows)})" if wrong else f"passed ({len(rows)})"
+                result = f"FAILED ({num_wrong} of {len(rows)})" if num_wrong else f"passed ({len(rows)})"
                 lines.append("; ".join([f"{check}: {result}", *remarks]))
-            for row in wrong:
-                lines += _explained(row)
-        return "\n".join(lines + [f"note: {note}" for note in self.notes])
+        for number, finding in enumerate(self.findings, 1):
+            lines += [f"finding {number} of {len(self.findings)}, {finding.first.check}:", *_explained(finding)]
+        return head, table, lines + [f"note: {note}" for note in self.notes]
 
 
 _HEADERS = ["", "dtype", "worst entry", "error", "allowed", "ulps", "in norm", "allowed", ""]
@@ -163,7 +109,8 @@ def _cells(row: Row) -> list[str]:
     return [row.what, row.dtype, "" if row.index is None else str(list(row.index)), *map(small, numbers), result]
 
 
-def _explained(row: Row) -> list[str]:
+def _explained(finding: Finding) -> list[str]:
+    row = finding.first
     lines = [f"  {row.what} in {row.dtype}: {row.message}"]
     if row.worst:
         header = ["", "value", "expected", "error", "allowed", "ulps"]
@@ -172,4 +119,13 @@ def _explained(row: Row) -> list[str]:
             for e in row.worst
         ]
         lines += [f"    {line}" for line in aligned([header, *cells])]
+    if finding.others:
+        lines.append("  This also shows in")
+        lines += [f"    {line}" for line in aligned(list(map(_short, finding.others)))]
     return lines
+
+
+def _short(row: Row) -> list[str]:
+    """Returns the cells of a failure whose array the finding names."""
+    conditions = row.what.removeprefix(row.array).lstrip(", ")
+    return [row.check, row.dtype, conditions, f"{row.count:,} of {row.total:,}" if row.count else row.message]
