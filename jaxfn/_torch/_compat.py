@@ -376,3 +376,11 @@ def module_backward_hooks(module: Any) -> list[tuple[str, Callable[..., Any]]]:
 def tensor_dicts(module: torch.nn.Module) -> tuple[dict[str, Any], dict[str, Any]]:
     """Returns the dicts of a module's own parameters and buffers (2.8 to 2.15)."""
     return module._parameters, module._buffers  # pyright: ignore
+
+
+def scripted_function(value: Any) -> Any:
+    """Returns the Python function that `torch.jit.script` compiled; other values unchanged.
+
+    Private in torch: `_torchdynamo_inline` of a `ScriptFunction` (2.8 to 2.15).
+    """
+    return getattr(value, "_torchdynamo_inline", value) if isinstance(value, torch.jit.ScriptFunction) else value

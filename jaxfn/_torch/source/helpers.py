@@ -152,6 +152,19 @@ def kth_value(x: jax.Array, k: int, axis: int = -1, keepdims: bool = False) -> j
     return jnp.take(jnp.sort(x, axis), jnp.array([k - 1]) if keepdims else k - 1, axis)
 
 
+def median(x: jax.Array, axis: int, keepdims: bool = False) -> jax.Array:
+    """Returns the lower median along an axis, NaN if there is one."""
+    middle = kth_value(x, (x.shape[axis] + 1) // 2, axis, keepdims)
+    return jnp.where(jnp.isnan(x).any(axis, keepdims=keepdims), jnp.nan, middle).astype(x.dtype)
+
+
+def sum_to_shape(x: jax.Array, shape: Sequence[int]) -> jax.Array:
+    """Sums over the axes that a broadcast from a shape has added or stretched."""
+    extra = x.ndim - len(shape)
+    stretched = [i for i, n in enumerate(shape, extra) if n == 1 and x.shape[i] != 1]
+    return x.sum((*range(extra), *stretched)).reshape(tuple(shape))
+
+
 def standard_deviation(x: jax.Array, axis: Any = None, ddof: int = 1, keepdims: bool = False) -> jax.Array:
     """Returns the standard deviation. Its derivative is 0 where all elements are equal."""
     variance = x.var(axis, ddof=ddof, keepdims=keepdims)
@@ -197,7 +210,7 @@ def unflatten(x: jax.Array, axis: int, sizes: Sequence[int]) -> jax.Array:
 
 def split(x: jax.Array, size: int, axis: int = 0) -> list[jax.Array]:
     """Splits an axis into parts of a size; the last one may be smaller."""
-    return jnp.split(x, range(size, x.shape[axis], size), axis)
+    return jnp.split(x, list(range(size, x.shape[axis], size)), axis)
 
 
 def expand(x: jax.Array, *sizes: int) -> jax.Array:

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
+from jaxfn._torch._compat import scripted_function
 from jaxfn._torch.source import helpers
 from jaxfn._torch.source.observe import ObservedRun, is_function_class, is_user_function
 from jaxfn._torch.source.rewrite import FunctionRewriter, ReadsVariableError, RewriteOptions, Site
@@ -74,6 +75,13 @@ def write_module(
       once_differentiable: Whether second derivatives are to raise.
     """
     options = RewriteOptions(observation, strict, _free_names(observation))
+    try:
+        return _write(options, function, arguments, once_differentiable)
+    except SyntaxError as error:
+        raise TranslationError(f"the source of {function.__name__} cannot be rewritten: {error}") from error
+
+
+def _write(options: RewriteOptions, function: Any, arguments: Sequence[Any], once_differentiable: bool) -> Module:
     writer = _Writer(options, function, once_differentiable)
     writer.add(function)
     for argument in arguments:
@@ -219,7 +227,8 @@ class _Writer:
                     f"the source of {where} cannot be rewritten: it uses the module {value.__name__}"
                 )
             self._imports.add(f"import {value.__name__}" + f" as {name}" * (name != value.__name__))
-        elif is_user_function(value) or is_function_class(value):
+        elif is_user_function(scripted_function(value)) or is_function_class(value):
+            value = scripted_function(value)
             if value.__name__ != name:
                 raise TranslationError(f"the source of {where} cannot be rewritten: {value.__name__} is named {name}")
             self.add(value)

@@ -19,6 +19,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as torch_tree
 
+from jaxfn._torch._compat import scripted_function
 from jaxfn._torch.graph.source_lines import is_user_code
 from jaxfn._torch.source.source_file import FunctionNode, SourceFile, SourceFiles, Span, bound_names, root_name
 from jaxfn._torch.values.errors import TranslationError
@@ -117,6 +118,7 @@ class _Instrumentation(TorchFunctionMode):
         self._spans: list[tuple[str, Span]] = []
         self._old_code: list[tuple[FunctionType, CodeType]] = []
         self._globals: list[dict[str, Any]] = []
+        self._scripted: list[tuple[dict[str, Any], str, Any]] = []
         self._updates: dict[int, int] = {}
         self._bindings: dict[tuple[object, str], int | None] = {}
         self._storages: dict[int, Any] = {}  # They stay alive, so that addresses are unique.
@@ -241,6 +243,11 @@ class _Instrumentation(TorchFunctionMode):
         self._globals.append(function.__globals__)
         function.__globals__[_HOOKS] = self
         function.__code__ = code
+        for name in function.__code__.co_names:  # TorchScript runs compiled code; its Python code can be observed.
+            value = function.__globals__.get(name)
+            if (python_function := scripted_function(value)) is not value:
+                self._scripted.append((function.__globals__, name, value))
+                function.__globals__[name] = python_function
 
     def index(self, path: str, span: Span) -> int:
         """Returns the number by which instrumented code names a position."""
@@ -251,6 +258,8 @@ class _Instrumentation(TorchFunctionMode):
         """Gives all functions their own code again."""
         for function, code in self._old_code:
             function.__code__ = code
+        for names, name, value in self._scripted:
+            names[name] = value
         for names in self._globals:
             names.pop(_HOOKS, None)
 

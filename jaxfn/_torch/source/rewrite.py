@@ -14,7 +14,7 @@ import torch
 from jaxfn._torch.source import rules
 from jaxfn._torch.source.observe import ObservedRun, ObservedTensor, is_function_class, is_user_function
 from jaxfn._torch.source.source_file import FunctionNode, SourceFile, Span, bound_names, root_name
-from jaxfn._torch.source.spelling import NoRuleError, as_operand, fill, parenthesize, parse_expression
+from jaxfn._torch.source.spelling import NoRuleError, as_operand, fields, fill, parenthesize, parse_expression
 from jaxfn._torch.source.table import Argument, Entry, code_of, table
 from jaxfn._torch.source.typecheck import TemplateCheck, dtype_text
 from jaxfn._torch.values.errors import TranslationError
@@ -692,11 +692,21 @@ class FunctionRewriter:
         return self._object(node, value) if is_global else None
 
     def _tensor_attribute(self, node: ast.Attribute) -> str | None:
+        if node.attr == "data":
+            return self._detached(node)
         if node.attr in rules.ATTRIBUTES:
             return fill(rules.ATTRIBUTES[node.attr], {"input": self._render(node.value)})
         if node.attr not in rules.SHARED_ATTRIBUTES:
             raise NoRuleError(f"the attribute {node.attr} of a tensor has no rule")
         return None
+
+    def _detached(self, node: ast.Attribute) -> str:
+        """Returns `x.data`, which has no derivative in the strict spelling."""
+        site = self._file.path, self._file.span(node)
+        self._options.alternatives[site] = None
+        text = self._render(node.value)
+        is_plain = self._options.strict is not None and site not in self._options.strict
+        return text if is_plain else self._options.spell(f"lax.stop_gradient({text})")
 
     def _render_subscript(self, node: ast.Subscript) -> str | None:
         base = self._value(node.value)
@@ -724,7 +734,9 @@ class FunctionRewriter:
             for index in indices:
                 pieces += [self._file.slice((start, self._file.span(index)[0])), self._one_index(index)]
                 start = self._file.span(index)[1]
-            return "".join((*pieces, self._file.slice((start, end)))).removeprefix("(").removesuffix(")")
+            text = "".join((*pieces, self._file.slice((start, end))))
+            has_parentheses = self._file.span(node.slice)[0] < self._file.span(indices[0])[0]
+            return text[1:-1] if has_parentheses else text
         return self._one_index(node.slice)
 
     def _one_index(self, index: ast.expr) -> str:
@@ -941,6 +953,8 @@ class FunctionRewriter:
         problem: Exception | None = None
         for code in [strict_code] if strict else dict.fromkeys([plain_code, strict_code]):
             texts, values = _texts(bound)
+            if not {*fields(code)} <= texts.keys() | {"key", "dtype_of_result"}:
+                continue
             observed = self._value(call)
             tensor = observed[0] if isinstance(observed, (tuple, list)) and observed else observed
             if isinstance(tensor, ObservedTensor):

@@ -162,9 +162,9 @@ cumsum(input, dim: int, *, dtype=None) => jnp.cumsum({input}, axis={dim}[[, dtyp
 dist(input, other, p=2) => vector_norm({input} - {other}[[, {p}]])
 kthvalue(input, k: int, dim=-1, keepdim=False) => (kth_value({input}, {k}[[, axis={dim}]][[, keepdims={keepdim}]]), \
     None)
-linalg_norm(A, ord: None, dim: None, keepdim=False) => jnp.linalg.norm({A}[[, keepdims={keepdim}]]) => \
+linalg_norm(A, ord: None = None, dim: None = None, keepdim=False) => jnp.linalg.norm({A}[[, keepdims={keepdim}]]) => \
     vector_norm({A}[[, keepdims={keepdim}]])
-linalg_norm(A, ord=None, dim: int = None, keepdim=False) => jnp.linalg.norm({A}[[, {ord}]], axis={dim}[[, \
+linalg_norm(A, ord=None, *, dim: int, keepdim=False) => jnp.linalg.norm({A}[[, {ord}]], axis={dim}[[, \
     keepdims={keepdim}]]) => vector_norm({A}[[, {ord}]], axis={dim}[[, keepdims={keepdim}]])
 linalg_vector_norm(x, ord=2, dim=None, keepdim=False) => vector_norm({x}[[, {ord}]][[, axis={dim}]][[, \
     keepdims={keepdim}]])
@@ -176,9 +176,8 @@ max(input, dim: int, keepdim=False) => ({input}.max(axis={dim}[[, keepdims={keep
     {input}.argmax(axis={dim}[[, keepdims={keepdim}]])) => max_and_index({input}, {dim}[[, {keepdim}]])
 mean(input, dim=None, keepdim=False, *, dtype=None) => {input}.mean([[axis={dim}]][[, dtype={dtype}]][[, \
     keepdims={keepdim}]])
-median(input) => kth_value({input}.reshape(-1), ({input}.size + 1) // 2)
-median(input, dim: int, keepdim=False) => (kth_value({input}, ({input}.shape[{dim}] + 1) // 2, {dim}[[, \
-    {keepdim}]]), None)
+median(input) => median({input}.reshape(-1), 0)
+median(input, dim: int, keepdim=False) => (median({input}, {dim}[[, {keepdim}]]), None)
 min(input) => {input}.min()
 min(input, other: Tensor) => jnp.minimum({input}, {other})
 min(input, dim: int, keepdim=False) => ({input}.min(axis={dim}[[, keepdims={keepdim}]]), \
@@ -213,6 +212,9 @@ sum(input, dim=None, keepdim=False, *, dtype=None) => {input}.sum([[axis={dim}]]
 topk(input, k: int) => lax.top_k({input}, {k})
 topk(input, k: int, dim: int = -1, largest: bool = True, sorted=True) => top_k({input}, {k}[[, {dim}]][[, \
     largest={largest}]])
+var_mean(input, dim: ints, unbiased: bool = True, keepdim=False) => \
+    ({input}.var(axis={dim}, ddof=int({unbiased:True})[[, keepdims={keepdim}]]), \
+    {input}.mean(axis={dim}[[, keepdims={keepdim}]]))
 var(input, unbiased: bool) => {input}.var(ddof=int({unbiased}))
 var(input, dim: ints = None, *, unbiased: False, keepdim=False) => {input}.var([[axis={dim}]][[, keepdims={keepdim}]])
 var(input, dim: ints = None, unbiased: bool = True, keepdim=False) => {input}.var([[axis={dim}]], \
@@ -230,13 +232,15 @@ concatenate stack(tensors, dim=0) => jnp.NAME({tensors}[[, axis={dim}]])
 chunk(input, chunks, dim=0) => jnp.split({input}, {chunks}[[, axis={dim}]])
 diag tril triu(input, diagonal=0) => jnp.NAME({input}[[, {diagonal}]])
 diag_embed(input) => {input}[..., None] * jnp.eye({input}.shape[-1], dtype={input}.dtype) => diagonal_matrix({input})
+diff(input, n=1, dim=-1) => jnp.diff({input}[[, {n}]][[, axis={dim}]])
 diagonal(input, offset=0, dim1=0, dim2=1) => jnp.diagonal({input}[[, {offset}]][[, axis1={dim1}]][[, axis2={dim2}]])
 expand_as(input, other) => jnp.broadcast_to({input}, {other}.shape)
 flatten ravel(input) => {input}.reshape(-1)
 flatten(input, start_dim: int = 0, end_dim: -1 = -1) => {input}.reshape(*{input}.shape[:{start_dim}], -1)
 flatten(input, start_dim: int = 0, end_dim: int = -1) => flatten({input}, {start_dim:0}, {end_dim:-1})
 flip tile(input, *dims) => jnp.NAME({input}, {dims})
-fliplr flipud squeeze(input) => jnp.NAME({input})
+fliplr flipud sum_to_size(input, *size) => sum_to_shape({input}, {size})
+squeeze(input) => jnp.NAME({input})
 hstack vstack(tensors) => jnp.NAME({tensors})
 kron(input, other) => jnp.kron({input}, {other})
 meshgrid(*tensors, indexing: str = "ij") => jnp.meshgrid({tensors_args}, indexing={indexing:"ij"})
@@ -376,6 +380,8 @@ max_pool1d(input, kernel_size, stride=None, padding=0, dilation: 1 = 1, ceil_mod
     pool({input}, 1, lax.max, {kernel_size}[[, {stride}]][[, padding={padding}]])
 max_pool2d(input, kernel_size, stride=None, padding=0, dilation: 1 = 1, ceil_mode: False = False) => \
     pool({input}, 2, lax.max, {kernel_size}[[, {stride}]][[, padding={padding}]])
+smooth_l1_loss(input, target) => jnp.mean(jnp.where(jnp.abs({input} - {target}) < 1, \
+    jnp.square({input} - {target}) / 2, jnp.abs({input} - {target}) - 0.5))
 mse_loss(input, target) => jnp.mean(jnp.square({input} - {target}))
 mse_loss(input, target, *, reduction: "mean") => jnp.mean(jnp.square({input} - {target}))
 mse_loss(input, target, *, reduction: "sum") => jnp.sum(jnp.square({input} - {target}))
@@ -390,8 +396,10 @@ unfold(input, kernel_size, dilation=1, padding=0, stride=1) => unfold({input}, {
 
 # The dtype of results is written out, since JAX's default dtypes depend on x64.
 CREATION = """
-Tensor(data: list) => jnp.array({data}, jnp.float32)
-Tensor(*size: ints) => jnp.zeros({size}, jnp.float32)
+BoolTensor FloatTensor DoubleTensor HalfTensor IntTensor LongTensor Tensor(data: list) => \
+    jnp.array({data}, {dtype_of_result})
+BoolTensor FloatTensor DoubleTensor HalfTensor IntTensor LongTensor Tensor(*size: ints) => \
+    jnp.zeros({size}, {dtype_of_result})
 arange(end: int) => jnp.arange({end})
 arange(start: int, end: int, step: int = 1) => jnp.arange({start}, {end}[[, {step}]])
 arange(end, *, dtype=None) => jnp.arange({end}, dtype={dtype:result})
@@ -433,6 +441,7 @@ byte(input) => {input}.astype(jnp.uint8)
 cfloat(input) => {input}.astype(jnp.complex64)
 char(input) => {input}.astype(jnp.int8)
 clone(input) => {input} => jnp.array({input}, copy=True)
+Variable(data) => {data}
 contiguous cpu resolve_conj resolve_neg to(input) => {input}
 cuda(input, device=None) => {input}
 detach(input) => {input} => lax.stop_gradient({input})
@@ -496,7 +505,6 @@ uniform(input, a: number = 0, b: number = 1) => jax.random.uniform({key}, {input
 # Attributes of tensors that JAX spells in another way.
 ATTRIBUTES = {
     "H": "{input}.conj().T",
-    "data": "{input}",
     "device": "None",
     "grad_fn": "None",
     "is_cuda": "False",
