@@ -101,35 +101,30 @@ class LayerSearch:
         return self._all_found(call.inputs) is not False
 
     def _locate(self, i: int) -> Deviation:
-        call, before = self._calls[i], ""
-        while not self._input_is_found(i):
-            sources = [j for j in call.sources if j >= 0 and _returns_input(self._calls[j])]
-            before = call.name
-            if sources:
-                i = sources[0]
-                if self._input_is_found(i):
-                    return self._deviation(i, "output", before, "changes its input, which torch's returns")
-            elif call.parent >= 0:
-                i = call.parent
-            else:
-                break
+        """Returns where the output of a layer begins to deviate: in the layer, or before it."""
+        call, before = self._calls[i], None
+        while not self._input_is_found(i) and before is not call:
+            before = call
+            returning = [j for j in call.sources if j >= 0 and _returns_input(self._calls[j])]
+            i = returning[0] if returning else max(call.parent, i)
             call = self._calls[i]
-        reason = "its input is in the port, its output is not"
-        if before:
-            reason = f"its own code before {before!r}: the input of {before!r} is not in the port"
-        elif any(self._calls[j].parent == i for j in range(len(self._calls))):
-            reason = "its own code: its layers agree, its output is not in the port"
-        return self._deviation(i, "output", before, reason)
+            if returning and self._input_is_found(i):
+                return self._deviation(call, None, "changes its input, which torch's returns")
+        if before is not None:
+            name = repr(before.name)
+            return self._deviation(call, before, f"its own code before {name}: the input of {name} is not in the port")
+        if any(self._calls[j].parent == i for j in range(len(self._calls))):
+            return self._deviation(call, None, "its own code: its layers agree, its output is not in the port")
+        return self._deviation(call, None, "its input is in the port, its output is not")
 
-    def _deviation(self, i: int, what: str, before: str, reason: str) -> Deviation:
-        call = self._calls[i]
-        target = call.outputs[0]
+    def _deviation(self, call: LayerCall, before: LayerCall | None, reason: str) -> Deviation:
         drawn = self._randomized(call) if _returns_input(call) else None
         if drawn is not None:
             reason = "the port combines its input with random numbers, torch's returns it"
+        target = call.outputs[0] if before is None else before.inputs[0]
         known = [x for x in (*self._values.named.get(call.name, []), drawn) if x is not None and x.size == target.size]
         nearest = closest(known, target) if known else self._values.nearest(target)
-        return describe(call, what, before, reason, target, nearest)
+        return describe(call, "output", "" if before is None else before.name, reason, target, nearest)
 
     def _wrong_gradient(self, i: int, wrong: Collection[str]) -> str:
         """Returns the gradient that a layer returns and the port does not compute, if it receives the right one."""

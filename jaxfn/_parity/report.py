@@ -56,11 +56,11 @@ class Deviation:
       layer: the name of the torch layer; "" for the module.
       kind: the name of its class.
       what: "output", "gradient of its input", "gradient of its output" or "gradient of" one of its parameters.
-      before: the layer inside it, or next to it, that is already right in backward order, or already wrong in forward
-        order.
+      before: where the layer's own code deviates, the layer inside it whose input is wrong; "" otherwise.
       reason: what of it is in the port, and what is not.
       index: the index of the number that differs most.
-      torch, jax: the number in torch, and in the nearest value of the port; `None` if there is none.
+      torch, jax: the number in torch, and in the port: in the parameter's gradient, or in the value of this shape that
+        is nearest to that of torch. `None` if there is none.
     """
 
     layer: str
