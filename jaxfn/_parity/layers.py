@@ -25,6 +25,7 @@ from jaxfn._parity.report import Deviation
 from jaxfn._parity.values import Values, closest, is_equal, is_informative
 
 _OF_INPUT = "gradient of its input"
+Gradients = Mapping[str, tuple[Array, Array]]
 
 
 class LayerSearch:
@@ -42,31 +43,39 @@ class LayerSearch:
         self._leaves = leaves
         self._found: dict[int, bool | None] = {}
 
-    def first_output(self) -> Deviation | None:
-        """Returns the first layer, in forward order, whose output deviates."""
+    def first_output(self, expected: Array, found: Array | None) -> Deviation | None:
+        """Returns the first layer, in forward order, whose output deviates.
+
+        Args:
+          expected, found: an output of the module and that of the port, which differ.
+        """
         missing = [i for i in range(len(self._calls)) if self._output_is_found(i) is False]
         for i in missing:
             later = (j for j in range(i + 1, len(self._calls)) if i in self._calls[j].depends)
             if not any(self._output_is_found(j) for j in later):
                 return self._locate(i)
-        return None
+        if missing or (found is not None and found.shape != expected.shape):
+            return None
+        reason = "its own code: the outputs of all layers are in the port, and it returns other ones"
+        return describe(self._calls[-1], "output", "", reason, expected, found)
 
-    def first_gradient(self, wrong: Mapping[str, tuple[Array, Array]]) -> Deviation | None:
+    def first_gradient(self, gradients: Gradients, wrong: Collection[str]) -> Deviation | None:
         """Returns the first layer, in backward order, that returns another gradient.
 
         Args:
-          wrong: torch's gradient and that of the port, for each parameter where they differ.
+          gradients: torch's gradient and that of the port, for each parameter.
+          wrong: the parameters where they differ.
         """
         deviating = {i: what for i in range(len(self._calls)) if (what := self._wrong_gradient(i, wrong))}
         first = next((i for i in sorted(deviating, reverse=True) if not self._contains_any(i, deviating)), -1)
         if first < 0 or deviating[first] == _OF_INPUT:
-            stopped = [i for i in range(len(self._calls)) if self._is_stopped(i, wrong)]
+            stopped = [i for i in range(len(self._calls)) if self._is_stopped(i, gradients)]
             innermost = [self._calls[i] for i in stopped if not self._contains_any(i, stopped)]
             if innermost:
                 gradient = innermost[-1].output_gradients[0]
                 zero = None if gradient is None else np.zeros_like(gradient)
                 return describe(innermost[-1], "gradient of its output", "", "stop_gradient stops it", gradient, zero)
-        return self._gradient_deviation(first, deviating[first], wrong) if first >= 0 else None
+        return self._gradient_deviation(first, deviating[first], gradients) if first >= 0 else None
 
     def _all_found(self, arrays: Sequence[Array | None]) -> bool | None:
         """Whether all arrays are values of the port; `None` if they say nothing."""
@@ -154,18 +163,18 @@ class LayerSearch:
     def _contains_any(self, outer: int, calls: Iterable[int]) -> bool:
         return any(self._is_inside(i, outer) for i in calls)
 
-    def _gradient_deviation(self, i: int, what: str, wrong: Mapping[str, tuple[Array, Array]]) -> Deviation:
+    def _gradient_deviation(self, i: int, what: str, gradients: Gradients) -> Deviation:
         call = self._calls[i]
         if what != _OF_INPUT:
             name, reason = what.removeprefix("gradient of "), "the gradient of its output is in the port"
             others = {repr(c.name) for c in self._calls if name in c.parameters and c.name != call.name}
             reason += f"; it shares the parameter with {', '.join(sorted(others))}" if others else ""
-            return describe(call, what, "", reason, *wrong[name])
+            return describe(call, what, "", reason, *gradients[name])
         reason = "the gradient of its output is in the port, that of its input is not"
         expected = next((g for g in call.input_gradients if g is not None), None)
         return describe(call, what, "", reason, expected, None if expected is None else self._values.nearest(expected))
 
-    def _is_stopped(self, i: int, wrong: Mapping[str, tuple[Array, Array]]) -> bool:
+    def _is_stopped(self, i: int, gradients: Gradients) -> bool:
         """Whether the port stops the gradient of a layer's output, so that it does not reach the layer's parameters."""
         call = self._calls[i]
         if self._all_found(call.output_gradients) is None or _returns_input(call):
@@ -174,7 +183,11 @@ class LayerSearch:
             return False
         parameters = [p for j in range(i + 1) if j == i or self._is_inside(j, i) for p in self._calls[j].parameters]
         earlier = (self._calls[j].parameters for j in reversed(call.depends) if self._calls[j].parameters)
-        return all(p in wrong and not wrong[p][1].any() for p in parameters or next(earlier, []))
+        if all(p in gradients and not gradients[p][1].any() for p in parameters or next(earlier, [])):
+            return True
+        (gradient, *_), rtol = call.output_gradients, self._values.rtol
+        received = [g for c in self._calls for j, g in zip(c.sources, c.input_gradients, strict=True) if j == i]
+        return any(x is not None and gradient is not None and is_equal(x, gradient, rtol) for x in received)
 
 
 def _returns_input(call: LayerCall) -> bool:

@@ -76,14 +76,18 @@ class _ModuleCheck:
         self._check_buffers(new_buffers)
         if record.steps:
             self._check_steps()
-        wrong = {
-            name: (record.gradients[what], match.select(self._gradients))
-            for name, match in self._matches.items()
-            if (what := f"gradient of {name}") in {row.what for row in report.failures}
-        }
+        failed = {row.what for row in report.failures}
+        wrong = [name for name in self._matches if f"gradient of {name}" in failed]
         if wrong or not outputs_pass:
             search = LayerSearch(record, values, self._leaves())
-            report.first_deviation = search.first_gradient(wrong) if outputs_pass else search.first_output()
+            if outputs_pass:
+                ours = {name: match.select(self._gradients) for name, match in self._matches.items()}
+                both = {name: (record.gradients[f"gradient of {name}"], x) for name, x in ours.items()}
+                report.first_deviation = search.first_gradient(both, wrong)
+            else:
+                output = next((i for i in range(len(record.outputs)) if f"output {i}" in failed), 0)
+                expected = record.outputs.get(f"output {output}", np.zeros(0))
+                report.first_deviation = search.first_output(expected, outputs.get(output))
             if report.first_deviation is None:
                 report.notes.append(_NOT_FOUND)
 

@@ -26,6 +26,7 @@ NEEDED = {
     "from_torch": ("torch", "entmax"),
     "from_torch_model": ("torch", "snntorch"),
     "nnx_layer": ("flax",),
+    "port_a_model": ("torch", "flax"),
 }
 
 
@@ -258,6 +259,14 @@ def test_host_routine():
     assert results.difference < 1e-12
     assert max(results.slope_difference, results.curvature_difference) < 1e-4
     assert results.host_calls == [(31,)]
+
+
+def test_a_ported_model():
+    results = load("port_a_model").main()
+    assert results.right
+    assert results.wrong_epsilon.first_deviation.layer == "norm"
+    first = results.wrong_activation.first_deviation
+    assert (first.layer, first.before) == ("", "blocks")  # the activation is in the module's own code
 
 
 @slow

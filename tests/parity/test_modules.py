@@ -548,6 +548,16 @@ def test_a_recorded_module_without_torch(tmp_path):
 
 
 @row("H6b")
+def test_the_end_of_the_module_deviates():
+    net = network()
+    report = jaxfn.paritycheck(
+        lambda p, x: 2 * Port(p, p["bn"])(x), net, INPUTS, parameters=parameters_of(net), raise_exception=False
+    )
+    first = report.first_deviation
+    assert (first.layer, first.kind) == ("", "Net") and first.jax == pytest.approx(2 * first.torch)
+
+
+@row("H6b")
 def test_wrong_arguments():
     net, parameters = network(), parameters_of(network())
     with pytest.raises(TypeError, match="need `parameters`"):
