@@ -626,25 +626,10 @@ def test_explain():
     assert explanation.is_supported
     text = str(explanation)
     assert "MaskedReLU" in text and "aten.clamp.default" in text
-    assert "grad_input[input < 0] = 0" in text and "def translated(input_0" in text
+    assert "grad_input[input < 0] = 0" in text
     assert [part.name for part in explanation.parts] == ["forward", "backward"]
     # Which of them torch makes of a write by a mask depends on its version.
     assert {"aten.index_put.default", "aten.masked_fill.Scalar"} & set(explanation.parts[1].operations)
-
-
-@row("H10")
-def test_explain_names_the_functions_of_JAX():
-    """Also those that are wrapped, or handed to another: with their module, and never by an address."""
-    function = function_of(lambda x: torch.sigmoid(x).cumsum(0) + x.reciprocal() + x.amax(0))
-    text = str(jaxfn.from_torch(function).explain(np.ones((2, 3)))).partition("def translated")[2]
-    for call in (
-        "lax.logistic(",
-        "sorting.apply_cumulative(jnp.cumsum, ",
-        "jnp.reciprocal(",
-        "reductions.reduce(jnp.max, ",
-    ):
-        assert f" = {call}" in text
-    assert " at 0x" not in text
 
 
 @row("H10")
