@@ -129,6 +129,15 @@ def test_the_files_of_the_examples_are_what_is_written(file):
 
 
 @row("H17")
+def test_forward_mode_and_batching_rule_are_those_of_the_original():
+    x = jnp.asarray(normal(3, 4))
+    apply = load(source_of(samples.AllRules, normal(3, 4), 2.0)).AllRules.apply
+    _, tangent = jax.jvp(lambda x: apply(x, 2.0), (x,), (jnp.ones_like(x),))
+    np.testing.assert_allclose(tangent, 2 * jnp.exp(2 * x), rtol=1e-5)
+    np.testing.assert_allclose(jax.vmap(lambda x: apply(x, 2.0), 1, 1)(x), jnp.exp(2 * x), rtol=1e-5)
+
+
+@row("H17")
 def test_random_numbers_are_those_of_the_converted_function():
     function, x = originals.StochasticRounding, normal(4, 5)
     port = load(source_of(function, x, 8)).StochasticRounding
@@ -205,11 +214,12 @@ def test_results_that_differ_raise(monkeypatch):
     entries = dict(table.table())
     (tanh,) = entries["tanh"]
     monkeypatch.setattr(table, "table", lambda: entries)
-    monkeypatch.setattr("jaxfn._torch.source.rewrite.table", lambda: entries)
-    for wrong, what in {"jnp.sinh({input})": "outputs", "{input} / jnp.cosh({input})": "outputs"}.items():
-        entries["tanh"] = [tanh._replace(plain=wrong, strict=wrong)]
-        with pytest.raises(jaxfn.TranslationError, match=f"Tanh: the rewritten source has other {what}"):
-            source_of(samples.Tanh, normal(3))
+    monkeypatch.setattr("jaxfn._torch.source.expressions.table", lambda: entries)
+    wrong = {"jnp.sinh({input})": "outputs", "jnp.tanh(lax.stop_gradient({input}))": "second derivatives"}
+    for function, (code, what) in zip((samples.Tanh, samples.TanhBackward), wrong.items(), strict=True):
+        entries["tanh"] = [tanh._replace(plain=code, strict=code)]
+        with pytest.raises(jaxfn.TranslationError, match=f"the rewritten source has other {what}"):
+            source_of(function, normal(3))
 
 
 @row("H18")

@@ -216,6 +216,35 @@ class Convolution(Function):
         return grad_x, grad_weight
 
 
+@written(normal(3, 4), 2.0)
+class AllRules(Function):
+    """A forward mode and a batching rule."""
+
+    @staticmethod
+    def forward(x, slope):
+        return torch.exp(slope * x)
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        _, ctx.slope = inputs
+        ctx.save_for_backward(output)
+        ctx.save_for_forward(output)
+
+    @staticmethod
+    def backward(ctx, grad_output):
+        (y,) = ctx.saved_tensors
+        return grad_output * ctx.slope * y, None
+
+    @staticmethod
+    def jvp(ctx, tangent, _):
+        (y,) = ctx.saved_tensors
+        return ctx.slope * y.mul(tangent)
+
+    @staticmethod
+    def vmap(info, in_dims, x, slope):
+        return torch.exp(slope * x), in_dims[0]
+
+
 class Promotes(Function):
     """Integers, floats and Python numbers, whose results have other dtypes in JAX with x64."""
 
@@ -302,6 +331,18 @@ class Tanh(Function):
         return grad_output * (1 - y * y)
 
 
+class TanhBackward(Function):
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        return x.log1p()
+
+    @staticmethod
+    def backward(ctx, grad_output):
+        (x,) = ctx.saved_tensors
+        return grad_output * torch.tanh(x)
+
+
 @not_supported(r"y is read after an in-place update, through another variable(.|\n)*return y \+ 1", normal(3, 4))
 class Alias(Function):
     @staticmethod
@@ -355,6 +396,19 @@ class ReadsValue(Function):
 
 
 WEIGHT = torch.ones(3)
+
+
+@not_supported("dropout has no rule for these arguments", normal(3), False)
+class Dropout(Function):
+    """An option in a variable, which may have another value in another call."""
+
+    @staticmethod
+    def forward(ctx, x, training):
+        return F.dropout(x, 0.5, training=training)
+
+    @staticmethod
+    def backward(ctx, grad_output):
+        return grad_output, None
 
 
 @not_supported("WEIGHT is a tensor outside the function", normal(3))

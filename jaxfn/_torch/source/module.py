@@ -17,8 +17,9 @@ import torch
 
 from jaxfn._torch._compat import scripted_function
 from jaxfn._torch.source import helpers
+from jaxfn._torch.source.expressions import ReadsVariableError, RewriteOptions, Site
 from jaxfn._torch.source.observe import ObservedRun, is_function_class, is_user_function
-from jaxfn._torch.source.rewrite import FunctionRewriter, ReadsVariableError, RewriteOptions, Site
+from jaxfn._torch.source.rewrite import FunctionRewriter
 from jaxfn._torch.source.source_file import SourceFile, Span, bound_names
 from jaxfn._torch.source.spelling import wrap
 from jaxfn._torch.source.typecheck import dtype_text

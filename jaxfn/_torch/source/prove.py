@@ -117,6 +117,7 @@ class Proof:
       name: The name of the function in the written modules.
       constants: Numbers at which the code may have ties.
       is_valid: Whether torch accepts an example.
+      methods: Which of `jvp` and `vmap` the Function defines.
     """
 
     def __init__(
@@ -125,11 +126,13 @@ class Proof:
         name: str,
         constants: Sequence[float],
         is_valid: Callable[[Example], bool],
+        methods: Sequence[str],
     ) -> None:
         self._oracle = oracle
         self._name = name
         self._constants = constants
         self._is_valid = is_valid
+        self._transforms = {name: getattr(_Program, f"outputs_by_{name}") for name in methods}
         self._orders: dict[int, int] = {}
         self._samples: dict[int, list[tuple[str, Example]]] = {}
 
@@ -180,6 +183,11 @@ class Proof:
         if group.what == EXAMPLE and order == 1 and ours.error(group.example, 2) is None:
             return Difference(2, group, "the converted Function has none")
         compiled = _compile(ours, theirs, order, ours.arrays(group.example))
+        if group.what == EXAMPLE:
+            for name, transform in self._transforms.items():
+                text = _difference(*(transform(program, ours.arrays(group.example)) for program in (ours, theirs)))
+                if text is not None:
+                    return Difference(0, group, f"{text}, by {name}")
         for what, sample in self._samples_of(group):
             found, expected = compiled(ours.arrays(sample))
             for quantity, (a, b) in enumerate(zip(found, expected, strict=True)):
@@ -188,7 +196,7 @@ class Proof:
                     a, b = ([x for x in xs if x.dtype.kind not in "iu"] for xs in (a, b))
                 text = _difference(a, b)
                 if text is not None and not (
-                    not group.x64
+                    not group.is_double
                     and _difference(a, b, _MAX_ROUNDING) is None
                     and self._agree_in_double(sample, group, ours, order, quantity)
                 ):
@@ -269,6 +277,22 @@ class _Program:
         found, second = jax.vjp(gradients, wanted, weights)
         by_inputs, by_weights = second([_weights(x, i + 20) for i, x in enumerate(found)])
         return [*results, [*by_inputs, *by_weights]]
+
+    def outputs_by_jvp(self, arrays: Sequence[jax.Array]) -> list[jax.Array]:
+        """Returns the tangents of the outputs, in forward mode."""
+
+        def outputs(wanted: list[jax.Array]) -> list[jax.Array]:
+            full = dict(zip(self._example.arrays, arrays, strict=True)) | dict(zip(self._wanted, wanted, strict=True))
+            return self.run([full[i] for i in self._example.arrays], 0)[0]
+
+        wanted = [x for i, x in zip(self._example.arrays, arrays, strict=True) if i in self._wanted]
+        tangents = jax.jvp(outputs, (wanted,), ([_weights(x, i) for i, x in enumerate(wanted)],))[1]
+        return [x for x in tangents if x.dtype != jax.dtypes.float0]
+
+    def outputs_by_vmap(self, arrays: Sequence[jax.Array]) -> list[jax.Array]:
+        """Returns the outputs of a batch."""
+        batched = [jnp.stack([x, x[::-1] if x.ndim else x]) for x in arrays]
+        return jax.vmap(partial(self.run, order=0))(batched)[0]
 
 
 def _weights(x: jax.Array, seed: int) -> jax.Array:

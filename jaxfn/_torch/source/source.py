@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import warnings
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any
@@ -48,7 +49,10 @@ def write_source(
     observation = observe(function, lambda: _run_all(function, call, flat, sizes))
     statics = [x for example in flat for i, x in enumerate(example.leaves) if i not in example.arrays]
     groups = list(make_groups(flat, sizes))
-    proof = Proof(oracle, function.__name__, _constants(observation, statics), lambda x: _is_valid(call, x))
+    base: Any = torch.autograd.Function
+    methods = [x for x in ("jvp", "vmap") if is_class and getattr(function, x) is not getattr(base, x)]
+    constants = _constants(observation, statics)
+    proof = Proof(oracle, function.__name__, constants, lambda x: _is_valid(call, x), methods)
     order = proof.order(groups[0])
     if order < 1:
         _check_order(function, proof, groups[0], order)
@@ -113,7 +117,8 @@ def _is_valid(call: Callable[..., Any], example: Example) -> bool:
 
 def _run_all(function: Any, call: Callable[..., Any], examples: Sequence[Example], sizes: Sequence[Example]) -> None:
     """Runs everything that the observation needs: each example, with each set of inputs that need gradients."""
-    with torch.random.fork_rng(), torch.enable_grad():
+    with warnings.catch_warnings(), torch.random.fork_rng(), torch.enable_grad():
+        warnings.simplefilter("ignore")  # Forward mode compiles TorchScript, which is deprecated.
         for example in examples:
             for wanted in subsets(example.inexact):
                 _run(call, example, wanted)

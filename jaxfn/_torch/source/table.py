@@ -55,7 +55,7 @@ class Entry(NamedTuple):
         except TypeError:
             return None
         for name, value in bound.items():
-            if not all(_accepts(names[name].annotation, x.value) for x in (value if _is_list(value) else [value])):
+            if not all(_accepts_argument(names[name].annotation, x) for x in (value if _is_list(value) else [value])):
                 return None
         for name, parameter in names.items():
             if name not in bound and parameter.annotation is not parameter.empty and name not in bound:
@@ -68,6 +68,14 @@ class Entry(NamedTuple):
 
 def _is_list(value: Any) -> bool:
     return isinstance(value, tuple) and not isinstance(value, Argument)
+
+
+def _accepts_argument(annotation: Any, argument: Argument) -> bool:
+    """Whether a parameter accepts an argument. One with a literal type accepts the literal, and not a variable."""
+    is_literal = isinstance(argument.node, (ast.Constant, ast.UnaryOp))
+    return _accepts(annotation, argument.value) and (
+        is_literal or annotation in _TYPES or not isinstance(annotation, str)
+    )
 
 
 def _accepts(annotation: Any, value: Any) -> bool:

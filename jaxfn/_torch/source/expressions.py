@@ -1,0 +1,739 @@
+"""Rewrites expressions for JAX: calls of torch, in-place updates, and what contains them."""
+
+from __future__ import annotations
+
+import ast
+import re
+import types
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NoReturn
+
+import torch
+
+from jaxfn._torch.source import rules
+from jaxfn._torch.source.observe import ObservedRun, ObservedTensor, is_function_class, is_user_function
+from jaxfn._torch.source.source_file import FunctionNode, SourceFile, Span, bound_names, root_name
+from jaxfn._torch.source.spelling import NoRuleError, as_operand, fields, fill, parenthesize, parse_expression
+from jaxfn._torch.source.table import Argument, Entry, code_of, table
+from jaxfn._torch.source.typecheck import TemplateCheck, dtype_text
+from jaxfn._torch.values.errors import TranslationError
+
+Site = tuple[str, Span]
+_AUGMENTED: dict[type[ast.operator], str] = {
+    ast.Add: "add",
+    ast.Sub: "subtract",
+    ast.Mult: "multiply",
+    ast.Div: "divide",
+}
+# The positions of the named results of torch functions.
+_RESULT_FIELDS = {"values": 0, "indices": 1, "sign": 0, "logabsdet": 1, "eigenvalues": 0, "eigenvectors": 1}
+_STATIC_ATTRIBUTES = frozenset({"shape", "ndim", "dtype", "size"})
+
+
+class ReadsVariableError(Exception):
+    """The value of a constant tensor is read, so that a NumPy array has to be assigned to its variable."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(name)
+        self.name = name
+
+
+@dataclass
+class RewriteOptions:
+    """The options, and the shared results, of rewriting the functions of a module.
+
+    Attributes:
+      strict: The calls that get the strict spelling; all calls if it is `None`.
+      names: The names, in the written module, of `jax`, `jnp`, `lax`, `np`, `jaxfn` and the helpers; others than usual
+        where the user's code has these names.
+      alternatives: Finds the calls that have a strict spelling (set by the rewriting).
+      objects: The objects that names of the new code denote, where these differ from the old (set by the rewriting).
+      draws: The functions that draw random numbers (set by the writer).
+    """
+
+    observation: ObservedRun
+    strict: Collection[Site] | None = frozenset()
+    names: Mapping[str, str] = field(default_factory=dict)
+    alternatives: dict[Site, None] = field(default_factory=dict)
+    objects: dict[str, Any] = field(default_factory=dict)
+    draws: frozenset[str] = frozenset()
+
+    def spell(self, code: str) -> str:
+        """Replaces names of modules and helpers by those of the written module."""
+        for name, new in self.names.items():
+            if name != new:
+                code = re.sub(rf"(?<![\w.]){name}\b", new, code)
+        return code
+
+
+class ExpressionRewriter:
+    """Rewrites the expressions of one function.
+
+    Attributes:
+      num_draws: The number of random draws.
+    """
+
+    def __init__(
+        self, file: SourceFile, node: FunctionNode, options: RewriteOptions, may_draw: bool, in_numpy: Collection[str]
+    ) -> None:
+        self.num_draws = 0
+        self._file = file
+        self._options = options
+        self._may_draw = may_draw
+        self._numpy_variables = in_numpy
+        self._node = node
+        self._variables = [bound_names(node)]
+        self._before: list[str] = []
+        self._conditional = 0
+        self._loops = 0
+        self._removed_indent = 0
+        self._replaced: dict[ast.expr, ast.expr] = {}
+        self._check = TemplateCheck()
+
+    # Errors and observations
+
+    def _error(self, node: Any, message: str) -> NoReturn:
+        raise TranslationError(f"the source cannot be rewritten: {message}{self._file.line(node)}")
+
+    def _values(self, node: ast.expr) -> list[Any]:
+        if isinstance(node, ast.Constant):
+            return [node.value]
+        if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub) and isinstance(node.operand, ast.Constant):
+            return [ast.literal_eval(node)]
+        return self._options.observation.values.get((self._file.path, self._file.span(node)), [])
+
+    def _value(self, node: ast.expr) -> Any:
+        values = self._values(node)
+        return values[0] if values else None
+
+    def _is_tensor(self, node: ast.expr) -> bool:
+        return any(isinstance(value, ObservedTensor) for value in self._values(node))
+
+    def _is_variable(self, name: str) -> bool:
+        return any(name in names for names in self._variables)
+
+    # In-place updates
+
+    def _update(self, call: ast.expr) -> tuple[ast.expr | None, str] | None:
+        """Returns the updated expression and its new value if a call updates a tensor in place.
+
+        The expression is `None` if nothing else has the tensor.
+        """
+        if not isinstance(call, ast.Call):
+            return None
+        found = self._updated(call)
+        if found is None:
+            return None
+        name, target, arguments, keywords = found
+        inner = self._update(target)
+        text = self._apply(call, name, arguments, keywords, inner[1] if inner is not None else None)
+        if inner is not None:
+            return inner[0], text
+        if isinstance(target, ast.Call) or not isinstance(target, (ast.Name, ast.Attribute, ast.Subscript)):
+            if self._is_fresh(target):
+                return None, text
+            raise NoRuleError(
+                f"{self._file.segment(target)} is updated in place, and shares memory with another tensor"
+            )
+        if isinstance(target, ast.Subscript) and self._is_fresh(target):
+            return None, text
+        return target, text
+
+    def _is_fresh(self, node: ast.expr) -> bool:
+        values = self._values(node)
+        return bool(values) and all(isinstance(x, ObservedTensor) and x.is_fresh for x in values)
+
+    def _updated(self, call: ast.Call) -> tuple[str, ast.expr, list[ast.expr], list[ast.keyword]] | None:
+        """Returns the name of the function, the updated expression, and the arguments, of an in-place call."""
+        if not self._is_torch_call(call):
+            return None
+        name, arguments = self._callee(call)
+        keywords = {x.arg: x for x in call.keywords}
+        if "out" in keywords:
+            rest = [x for x in call.keywords if x.arg != "out"]
+            return name, keywords["out"].value, arguments, rest
+        inplace = keywords.get("inplace")
+        is_inplace = inplace is not None and self._value(inplace.value) is True
+        has_suffix = name.endswith("_") and not name.endswith("__") and name not in table()
+        if not is_inplace and not has_suffix:
+            return None
+        target = arguments[0] if arguments else keywords["input"].value
+        return name.removesuffix("_"), target, arguments, list(call.keywords)
+
+    def _store(self, target: ast.expr, text: str) -> str:
+        """Returns the statement that gives an expression a new value."""
+        if isinstance(target, ast.Attribute) and target.attr == "data":
+            return self._store(target.value, text)
+        if isinstance(target, ast.Subscript) and self._is_tensor(target.value):
+            base = as_operand(self._render(target.value))
+            return self._store(target.value, f"{base}.at[{self._index(target)}].set({text})")
+        if isinstance(target, ast.Name):
+            if not self._is_variable(target.id):
+                raise NoRuleError(f"{target.id} belongs to an enclosing scope and is updated in place")
+        elif not isinstance(target, (ast.Attribute, ast.Subscript)):
+            raise NoRuleError(f"{self._file.segment(target)} is updated in place")
+        return f"{self._render(target)} = {text}"
+
+    def _writes_tensor(self, target: ast.Subscript | ast.Attribute) -> bool:
+        return self._is_tensor(target.value) and (isinstance(target, ast.Subscript) or target.attr == "data")
+
+    def _set(self, target: ast.Subscript | ast.Attribute, value: ast.expr, op: ast.operator | None) -> str:
+        """Returns the statement for `target = value` or, with an operator, `target += value`."""
+        if isinstance(target, ast.Attribute):
+            text = self._render(value) if op is None else self._operation(target.value, op, self._render(value))
+            return self._store(target.value, text)
+        base = target.value
+        self._stale(base)
+        observed = self._value(base)
+        mask = self._value(target.slice)
+        if isinstance(mask, ObservedTensor) and mask.dtype == torch.bool:
+            return self._set_mask(target, value, op, mask, observed)
+        text, new = self._render(value), self._value(value)
+        base_text = as_operand(self._render(base))
+        index = self._index(target)
+        if isinstance(new, ObservedTensor) and new.dtype != observed.dtype:
+            text = f"{as_operand(text)}.astype({base_text}.dtype)"
+        verb = "set"
+        if op is not None:
+            indices = target.slice.elts if isinstance(target.slice, ast.Tuple) else [target.slice]
+            is_basic = not any(self._is_tensor(x) or isinstance(self._value(x), list) for x in indices)
+            verb = _AUGMENTED.get(type(op), "") if is_basic else ""
+            if not verb:  # An element that is selected twice is updated once.
+                verb, text = "set", self._operation(target, op, text)
+        return self._store(base, f"{base_text}.at[{index}].{verb}({text})")
+
+    def _operation(self, target: ast.expr, op: ast.operator, value: str) -> str:
+        template = ast.unparse(ast.BinOp(ast.Name("_x_", ast.Load()), op, ast.Name("_y_", ast.Load())))
+        template = template.replace("_x_", "{x}").replace("_y_", "{y}")
+        return fill(template, {"x": self._render(target), "y": value})
+
+    def _set_mask(
+        self, target: ast.Subscript, value: ast.expr, op: ast.operator | None, mask: ObservedTensor, x: ObservedTensor
+    ) -> str:
+        mask_text, base = self._render(target.slice), self._render(target.value)
+        key = ast.dump(target.slice)
+        selected = [
+            node
+            for node in ast.walk(value)
+            if isinstance(node, ast.Subscript) and self._is_tensor(node.value) and ast.dump(node.slice) == key
+        ]
+        new = self._value(value)
+        if not selected and isinstance(new, ObservedTensor) and new.ndim:
+            raise NoRuleError("elements that a mask selects are set to a tensor; use torch.where")
+        self._replaced = {node: node.value for node in selected}
+        text = self._render(value)
+        self._replaced = {}
+        if op is not None:
+            text = self._operation(target.value, op, text)
+        if mask.ndim < x.ndim:
+            axes = f"tuple(range({as_operand(mask_text)}.ndim, {as_operand(base)}.ndim))"
+            mask_text = f"jnp.expand_dims({mask_text}, {axes})"
+        value_dtype = new.dtype if isinstance(new, ObservedTensor) else type(new)
+        fits = value_dtype in (x.dtype, int, bool) or (value_dtype is float and x.dtype.is_floating_point)
+        text = text if fits else self._options.spell(f"jnp.asarray({text}, {base}.dtype)")
+        return self._store(target.value, self._options.spell(f"jnp.where({mask_text}, {text}, {base})"))
+
+    # Expressions
+
+    def _render(self, node: ast.expr) -> str:
+        """Returns the new text of an expression."""
+        if node in self._replaced:
+            return self._selected(node)
+        if isinstance(node, (ast.Constant, ast.JoinedStr)):
+            return self._file.segment(node)
+        if self._is_instrumented(node) and not self._values(node):
+            line = f"{self._file.path.rpartition('/')[2]}, line {node.lineno}"
+            return self._options.spell("not_reached") + f'("{line}")'
+        rule: Callable[..., str | None] | None = getattr(self, f"_render_{type(node).__name__.lower()}", None)
+        text = rule(node) if rule is not None else None
+        return self._splice(node) if text is None else text
+
+    def _selected(self, node: ast.expr) -> str:
+        """Returns the tensor that a mask selects elements of, whose other elements are not used.
+
+        In the strict spelling they are 1, at which functions and their derivatives are finite.
+        """
+        assert isinstance(node, ast.Subscript)
+        text = self._render(self._replaced[node])
+        site = self._file.path, self._file.span(node)
+        self._options.alternatives[site] = None
+        if self._options.strict is not None and site not in self._options.strict:
+            return text
+        return self._options.spell(f"jnp.where({self._render(node.slice)}, {text}, 1)")
+
+    def _is_instrumented(self, node: ast.expr) -> bool:
+        kinds = (ast.Name, ast.Attribute, ast.Subscript, ast.Call, ast.BinOp, ast.UnaryOp, ast.BoolOp, ast.Compare)
+        is_read = isinstance(getattr(node, "ctx", ast.Load()), ast.Load)
+        return is_read and isinstance(node, (*kinds, ast.IfExp, ast.List, ast.Tuple, ast.Dict, ast.ListComp))
+
+    def _splice(self, node: ast.expr) -> str:
+        """Returns the text of an expression with that of its parts replaced."""
+        start, end = self._file.span(node)
+        pieces: list[str] = []
+        is_conditional = isinstance(node, (ast.IfExp, ast.BoolOp, ast.ListComp, ast.GeneratorExp, ast.Lambda))
+        self._conditional += is_conditional
+        targets = [
+            n for x in ast.iter_child_nodes(node) if isinstance(x, ast.comprehension) for n in ast.walk(x.target)
+        ]
+        names = {n.id for n in targets if isinstance(n, ast.Name)}
+        self._variables.append(names | (bound_names(node) if isinstance(node, ast.Lambda) else set()))
+        for parent, child in sorted(_parts(node), key=lambda x: self._file.span(x[1])):
+            child_start, child_end = self._file.span(child)
+            text = self._render(child)
+            if text != self._file.segment(child):
+                before = self._file.slice((start, child_start)).rstrip()
+                after = self._file.slice((child_end, end)).lstrip()
+                in_parentheses = before.endswith("(") and after.startswith(")") and not isinstance(parent, ast.Call)
+                text = text if in_parentheses else parenthesize(text, parent, child)
+            pieces += [self._file.slice((start, child_start)), text]
+            start = child_end
+        self._conditional -= is_conditional
+        self._variables.pop()
+        return "".join((*pieces, self._file.slice((start, end))))
+
+    def _stale(self, node: ast.expr) -> None:
+        message = self._options.observation.stale.get((self._file.path, self._file.span(node)))
+        if message is not None:
+            raise NoRuleError(message)
+
+    def _render_name(self, node: ast.Name) -> str | None:
+        self._stale(node)
+        if isinstance(node.ctx, ast.Load) and not self._is_variable(node.id):
+            return self._object(node, self._value(node))
+        return None
+
+    def _object(self, node: ast.expr, value: Any) -> str | None:
+        """Returns the text of a global object of torch; `None` if it is not torch's."""
+        if isinstance(value, torch.dtype):
+            return self._options.spell(dtype_text(value))
+        if isinstance(value, (torch.Tensor, ObservedTensor)):
+            raise NoRuleError(f"{self._file.segment(node)} is a tensor outside the function; pass it as an argument")
+        if is_function_class(value) and value.__module__.startswith("torch."):
+            raise NoRuleError(f"{self._file.segment(node)} has no rule")
+        return None
+
+    def _render_attribute(self, node: ast.Attribute) -> str | None:
+        if not isinstance(node.ctx, ast.Load):
+            return None
+        base, value = self._value(node.value), self._value(node)
+        root = root_name(node)
+        is_global = root is not None and not self._is_variable(root.id)
+        if isinstance(base, ObservedTensor):
+            return self._tensor_attribute(node)
+        if isinstance(base, tuple) and node.attr in _RESULT_FIELDS:
+            elements = self._pair(node.value) if isinstance(node.value, ast.Call) else None
+            index = _RESULT_FIELDS[node.attr]
+            return elements[index] if elements else f"{self._render(node.value)}[{index}]"
+        if isinstance(base, torch.autograd.function.FunctionCtx) and node.attr == "saved_variables":
+            return f"{self._render(node.value)}.saved_tensors"
+        if isinstance(base, (torch.finfo, torch.iinfo)):
+            return f"{'float' if isinstance(base, torch.finfo) else 'int'}({self._splice(node)})"
+        if isinstance(base, torch.dtype) and node.attr == "is_floating_point":
+            return self._options.spell(f"jnp.issubdtype({self._render(node.value)}, jnp.floating)")
+        if isinstance(base, types.ModuleType):
+            if base.__name__.partition(".")[0] == "torch" and isinstance(value, (int, float)):
+                return self._options.spell(f"jnp.{node.attr}")
+            if is_user_function(value) or is_function_class(value):
+                self._options.objects[node.attr] = value
+                return node.attr
+        return self._object(node, value) if is_global else None
+
+    def _tensor_attribute(self, node: ast.Attribute) -> str | None:
+        if node.attr == "data":
+            return self._detached(node)
+        if node.attr in rules.ATTRIBUTES:
+            return fill(rules.ATTRIBUTES[node.attr], {"input": self._render(node.value)})
+        if node.attr not in rules.SHARED_ATTRIBUTES:
+            raise NoRuleError(f"the attribute {node.attr} of a tensor has no rule")
+        return None
+
+    def _detached(self, node: ast.Attribute) -> str:
+        """Returns `x.data`, which has no derivative in the strict spelling."""
+        site = self._file.path, self._file.span(node)
+        self._options.alternatives[site] = None
+        text = self._render(node.value)
+        is_plain = self._options.strict is not None and site not in self._options.strict
+        return text if is_plain else self._options.spell(f"lax.stop_gradient({text})")
+
+    def _render_subscript(self, node: ast.Subscript) -> str | None:
+        base = self._value(node.value)
+        if isinstance(base, tuple) and isinstance(node.value, ast.Call) and isinstance(node.slice, ast.Constant):
+            elements = self._pair(node.value)
+            if elements is not None and isinstance(node.slice.value, int):
+                if elements[node.slice.value] == "None":
+                    raise NoRuleError("the second result of this function has no rule")
+                return elements[node.slice.value]
+        if not isinstance(base, ObservedTensor):
+            return None
+        base_text = parenthesize(self._render(node.value), node, node.value)
+        return f"{base_text}[{self._index(node)}]"
+
+    def _index(self, node: ast.Subscript) -> str:
+        """Returns the indices of a tensor."""
+        indices = node.slice.elts if isinstance(node.slice, ast.Tuple) else [node.slice]
+        for index in indices:
+            value = self._value(index) if not isinstance(index, ast.Slice) else None
+            if isinstance(value, ObservedTensor) and value.dtype == torch.bool and not value.is_constant:
+                raise NoRuleError("a mask selects elements, whose number depends on values; use torch.where")
+        if isinstance(node.slice, ast.Tuple):
+            start, end = self._file.span(node.slice)
+            pieces: list[str] = []
+            for index in indices:
+                pieces += [self._file.slice((start, self._file.span(index)[0])), self._one_index(index)]
+                start = self._file.span(index)[1]
+            text = "".join((*pieces, self._file.slice((start, end))))
+            has_parentheses = self._file.span(node.slice)[0] < self._file.span(indices[0])[0]
+            return text[1:-1] if has_parentheses else text
+        return self._one_index(node.slice)
+
+    def _one_index(self, index: ast.expr) -> str:
+        text = self._splice(index) if isinstance(index, ast.Slice) else self._render(index)
+        value = None if isinstance(index, ast.Slice) else self._value(index)
+        return self._options.spell(f"np.array({text})") if isinstance(value, list) else text
+
+    def _checked_splice(self, node: ast.expr) -> str:
+        """Returns the text of an operator expression on tensors, with a cast where JAX has another dtype."""
+        text = self._splice(node)
+        parts = {f"p{i}": part for i, (_, part) in enumerate(_parts(node))}
+        template = _template(node, {part: name for name, part in parts.items()})
+        values = {name: self._value(part) for name, part in parts.items()}
+        cast = self._cast(node, template, values, parts)
+        return text if cast is None else f"({text}).astype({cast})"
+
+    def _cast(
+        self, node: ast.expr, template: str, values: Mapping[str, Any], nodes: Mapping[str, ast.expr] | None = None
+    ) -> str | None:
+        """Returns the dtype to which JAX's result has to be cast, as text; `None` if it is torch's."""
+        expected = self._value(node)
+        if not isinstance(expected, ObservedTensor):
+            return None
+        if not self._check.cast(template, values, expected):
+            return None
+        for name, value in values.items():
+            operand = None if nodes is None else nodes.get(name)
+            if isinstance(value, ObservedTensor) and value.dtype == expected.dtype and isinstance(operand, ast.Name):
+                return f"{operand.id}.dtype"
+        return self._options.spell(dtype_text(expected.dtype))
+
+    def _render_binop(self, node: ast.BinOp) -> str | None:
+        return self._checked_splice(node) if isinstance(self._value(node), ObservedTensor) else None
+
+    _render_unaryop = _render_binop
+
+    def _render_compare(self, node: ast.Compare) -> str | None:
+        if any(isinstance(op, (ast.In, ast.NotIn)) for op in node.ops) and self._is_tensor(node.comparators[0]):
+            raise NoRuleError("`in` of a tensor has no rule")
+        if isinstance(self._value(node.left), torch.device) or any(
+            isinstance(self._value(x), torch.device) for x in node.comparators
+        ):
+            return repr(self._value(node))
+        return None
+
+    def _render_call(self, node: ast.Call) -> str | None:
+        function = self._value(node.func)
+        if isinstance(node.func, ast.Name) and node.func.id == "isinstance" and len(node.args) == 2:
+            return self._isinstance(node)
+        if isinstance(function, torch.nn.Module):
+            raise NoRuleError("a torch.nn.Module is called; convert modules with jaxfn.from_torch")
+        update = self._update(node)
+        if update is not None:
+            return self._inline_update(*update)
+        if self._is_torch_call(node):
+            if isinstance(self._bound_self(node), torch.autograd.function.FunctionCtx):
+                return None
+            if getattr(function, "__name__", "") == "apply" and is_function_class(self._bound_self(node)):
+                return None
+            name, arguments = self._callee(node)
+            return self._apply(node, name, arguments, node.keywords)
+        tensors = [x for x in node.args if self._is_tensor(x)]
+        if tensors and function in (int, float, bool, list) and self._is_constant(tensors[0]):
+            return f"{self._file.segment(node.func)}({self._in_numpy(tensors[0])})"
+        reads = isinstance(function, type) and function in (int, float, bool, complex)
+        module = (getattr(function, "__module__", None) or "").partition(".")[0]
+        if tensors and (reads or module in ("math", "numpy", "_operator")):
+            raise NoRuleError(f"{self._file.segment(node.func)} reads the value of a tensor")
+        return None
+
+    def _is_constant(self, node: ast.expr) -> bool:
+        values = self._values(node)
+        return bool(values) and all(isinstance(x, ObservedTensor) and x.is_constant for x in values)
+
+    def _in_numpy(self, node: ast.expr) -> str:
+        """Returns a tensor that depends on no input as a NumPy array, whose values are known while JAX traces."""
+        text = self._render(node)
+        tensors = {n.id for n in ast.walk(node) if isinstance(n, ast.Name) and self._is_tensor(n)}
+        parsed = parse_expression(text)
+        static = [n.value for n in ast.walk(parsed) if isinstance(n, ast.Attribute) and n.attr in _STATIC_ATTRIBUTES]
+        for n in ast.walk(parsed):
+            if isinstance(n, ast.Name) and n.id in tensors - {*self._numpy_variables} and n not in static:
+                raise ReadsVariableError(n.id)
+        if re.search(r"(?<![\w.])(lax|jax|bfloat16)\b|\.at\[", text):
+            raise NoRuleError("the value of a tensor is read")
+        return re.sub(r"(?<![\w.])jnp\b", self._options.names.get("np", "np"), text)
+
+    def _inline_update(self, target: ast.expr | None, text: str) -> str:
+        if target is None:
+            return text
+        if self._conditional:
+            raise NoRuleError("a tensor is updated in place in a part of an expression; use a separate statement")
+        self._before.append(self._store(target, text))
+        return self._render(target)
+
+    def _isinstance(self, node: ast.Call) -> str | None:
+        kind = self._value(node.args[1])
+        kinds: tuple[Any, ...] = kind if isinstance(kind, tuple) else (kind,)
+        if any(isinstance(x, type) and issubclass(x, torch.Tensor) for x in kinds):
+            if len(kinds) > 1:
+                raise NoRuleError("isinstance with torch.Tensor among several types has no rule")
+            return self._options.spell(f"isinstance({self._render(node.args[0])}, jax.Array)")
+        if any(isinstance(x, type) and x.__module__.partition(".")[0] == "torch" for x in kinds):
+            raise NoRuleError(f"isinstance with {self._file.segment(node.args[1])} has no rule")
+        return None
+
+    # Calls of torch
+
+    def _bound_self(self, call: ast.Call) -> Any:
+        return getattr(self._value(call.func), "__self__", None)
+
+    def _is_torch_call(self, call: ast.Call) -> bool:
+        if isinstance(call.func, ast.Attribute) and self._is_tensor(call.func.value):
+            return True
+        return _is_torchs(self._value(call.func))
+
+    def _callee(self, call: ast.Call) -> tuple[str, list[ast.expr]]:
+        """Returns the name of a torch function, and its positional arguments."""
+        if isinstance(call.func, ast.Attribute) and self._is_tensor(call.func.value):
+            return call.func.attr, [call.func.value, *call.args]
+        function = self._value(call.func)
+        return getattr(function, "__name__", self._file.segment(call.func)), list(call.args)
+
+    def _argument(self, node: ast.expr) -> Argument:
+        if isinstance(node, ast.Starred):
+            return Argument("*" + self._render(node.value), self._value(node.value), node)
+        text, value = self._render(node), self._value(node)
+        is_dims = isinstance(value, list) and value and all(isinstance(x, int) for x in value)
+        if is_dims and isinstance(node, ast.List):
+            text = f"({text[1:-1]}{',' * (len(value) == 1)})"
+        return Argument(text, value, node)
+
+    def _apply(
+        self,
+        call: ast.Call,
+        name: str,
+        arguments: Sequence[ast.expr],
+        keywords: Sequence[ast.keyword],
+        first: str | None = None,
+    ) -> str:
+        """Returns a torch call in JAX; `first` replaces the text of its first argument."""
+        elements = self._apply_entry(call, name, arguments, keywords, first)
+        return elements
+
+    def _with_parentheses(self, call: ast.Call, text: str) -> str:
+        """Returns the tensor of a method call, with the parentheses around it if it spans lines."""
+        assert isinstance(call.func, ast.Attribute)
+        start, end = self._file.span(call)[0], self._file.span(call.func)[1] - len(call.func.attr.encode())
+        inner = self._file.span(call.func.value)
+        before, after = self._file.slice((start, inner[0])), self._file.slice((inner[1], end)).rstrip()[:-1].rstrip()
+        return f"{before}{text}{after}" if "\n" in before and "#" not in before + after else text
+
+    def _pair(self, call: ast.Call) -> list[str] | None:
+        """Returns the texts of the results of a torch call that has several; `None` if the code does not list them."""
+        if not self._is_torch_call(call) or self._updated(call) is not None:
+            return None
+        name, arguments = self._callee(call)
+        if name not in table():
+            return None
+        text = self._apply(call, name, arguments, call.keywords)
+        parsed = parse_expression(text)
+        if not isinstance(parsed, ast.Tuple):
+            return None
+        lines = f"(\n{text}\n)".splitlines()
+        if any(x.lineno != x.end_lineno for x in parsed.elts):
+            return None
+        return [lines[x.lineno - 1].encode()[x.col_offset : x.end_col_offset].decode() for x in parsed.elts]
+
+    def _apply_entry(
+        self,
+        call: ast.Call,
+        name: str,
+        arguments: Sequence[ast.expr],
+        keywords: Sequence[ast.keyword],
+        first: str | None,
+    ) -> str:
+        special: Callable[..., str | None] | None = getattr(self, f"_call_{name}", None)
+        positional = [x for x in arguments if not isinstance(self._value(x), (torch.device, torch.memory_format))]
+        if name in ("to", "type", "cuda"):
+            positional = [x for i, x in enumerate(positional) if not i or not isinstance(self._value(x), (str, bool))]
+        args = [self._argument(x) for x in positional[first is not None :]]
+        if first is not None:
+            args.insert(0, Argument(first, self._value(positional[0]), positional[0]))
+        elif isinstance(call.func, ast.Attribute) and positional and positional[0] is call.func.value:
+            args[0] = args[0]._replace(text=self._with_parentheses(call, args[0].text))
+        named = {x.arg: self._argument(x.value) for x in keywords if x.arg not in rules.IGNORED | {None, "out"}}
+        if any(x.arg is None for x in keywords):
+            raise NoRuleError(f"{name} is called with **keywords")
+        if special is not None:
+            text = special(call, args, named)
+            if text is not None:
+                return text
+        entries = table().get(name) or table().get(re.sub("^(_|special_)", "", name), ())
+        is_method = isinstance(call.func, ast.Attribute) and self._is_tensor(call.func.value)
+        problem = f"{name} has no rule" if not entries else f"{name} has no rule for these arguments"
+        for entry in entries:
+            bound = (
+                entry.bind(args, {str(k): v for k, v in named.items()}) if is_method or not entry.is_method else None
+            )
+            if bound is None:
+                continue
+            try:
+                return self._spell_entry(call, entry, bound)
+            except NoRuleError as error:
+                problem = f"{name}: {error}"
+        raise NoRuleError(problem + ". Write it with other torch functions, or port it by jaxfn.from_torch")
+
+    def _spell_entry(self, call: ast.Call, entry: Entry, bound: Mapping[str, Any]) -> str:
+        site = self._file.path, self._file.span(call)
+        strict = self._options.strict is None or site in self._options.strict
+        plain_code, strict_code = (code_of(entry, bound, is_strict) for is_strict in (False, True))
+        if plain_code != strict_code:
+            self._options.alternatives[site] = None
+        problem: Exception | None = None
+        for code in [strict_code] if strict else dict.fromkeys([plain_code, strict_code]):
+            texts, values = _texts(bound)
+            if not {*fields(code)} <= texts.keys() | {"key", "dtype_of_result"}:
+                continue
+            observed = self._value(call)
+            tensor = observed[0] if isinstance(observed, (tuple, list)) and observed else observed
+            if isinstance(tensor, ObservedTensor):
+                texts["dtype_of_result"] = self._dtype_of_result(tensor, bound)
+                values["dtype_of_result"] = tensor.dtype
+            try:
+                self._check.shape(code, values, observed)
+                nodes = {n: a.node for n, a in bound.items() if isinstance(a, Argument)}
+                cast = self._cast(call, code, values, nodes)
+            except NoRuleError as error:
+                problem = error
+                continue
+            if "{key}" in code:
+                texts["key"] = self._draw()
+            text = fill(self._options.spell(code), texts)
+            if cast is None:
+                return text
+            return f"{as_operand(text)}.astype({cast})"
+        raise NoRuleError(str(problem))
+
+    def _dtype_of_result(self, tensor: ObservedTensor, bound: Mapping[str, Any]) -> str:
+        return self._options.spell(dtype_text(tensor.dtype))
+
+    def _draw(self) -> str:
+        if not self._may_draw or self._loops or self._conditional:
+            raise NoRuleError("random numbers are drawn in a loop, or in a function that is called by others")
+        self.num_draws += 1
+        return self._options.spell(f"jax.random.fold_in(key, {self.num_draws - 1})")
+
+    def _call_expand(self, call: ast.Call, args: list[Argument], named: Mapping[Any, Argument]) -> str | None:
+        """Returns `expand`, in which -1 leaves an axis unchanged."""
+        x, *sizes = args
+        sizes = sizes or [named["size"]]
+        if len(sizes) == 1 and isinstance(sizes[0].value, (tuple, list)):
+            has_minus = -1 in sizes[0].value
+            text = sizes[0].text.removeprefix("*")
+            text = f"*{text}" if has_minus else text
+        else:
+            has_minus = any(size.value == -1 or size.is_starred for size in sizes)
+            text = ", ".join(size.text for size in sizes)
+            text = text if has_minus else f"({text}{',' * (len(sizes) == 1)})"
+        template = f"expand({{x}}, {text})" if has_minus else f"jnp.broadcast_to({{x}}, {text})"
+        return fill(self._options.spell(template), {"x": x.text})
+
+    def _call_copy(self, call: ast.Call, args: list[Argument], named: Mapping[Any, Argument]) -> str | None:
+        """Returns `x.copy_(y)`, which is y if it has the shape and dtype of x."""
+        pairs = zip(*(self._values(x.node) for x in args[:2]), strict=False)
+        is_same = all(
+            isinstance(x, ObservedTensor) and isinstance(y, ObservedTensor) and (x.shape, x.dtype) == (y.shape, y.dtype)
+            for x, y in pairs
+        )
+        return args[1].text if is_same and len(args) == 2 else None
+
+    def _call_tolist(self, call: ast.Call, args: list[Argument], named: Mapping[Any, Argument]) -> str | None:
+        """Returns a method that reads values, of a constant."""
+        if not self._is_constant(args[0].node):
+            raise NoRuleError("the value of a tensor is read")
+        text = as_operand(self._in_numpy(args[0].node))
+        return f"{text}.{callee_name(call)}()"
+
+    _call_item = _call_tolist
+
+    def _call_nonzero(self, call: ast.Call, args: list[Argument], named: Mapping[Any, Argument]) -> str | None:
+        if not self._is_constant(args[0].node):
+            raise NoRuleError("the number of nonzero elements depends on values")
+        function = "np.nonzero" if "as_tuple" in named else "np.argwhere"
+        return f"{self._options.spell(function)}({self._in_numpy(args[0].node)})"
+
+    def _call_type(self, call: ast.Call, args: list[Argument], named: Mapping[Any, Argument]) -> str | None:
+        if len(args) == 1 and not named:
+            raise NoRuleError("the name of a tensor type has no rule")
+        return None
+
+
+def _is_torchs(function: Any) -> bool:
+    """Whether a callable is torch's."""
+    if isinstance(function, (types.ModuleType, ObservedTensor, str, int, float)) or function is None:
+        return False
+    module = getattr(function, "__module__", None) or ""
+    owner = type(getattr(function, "__self__", None)).__module__
+    is_builtin = isinstance(function, types.BuiltinFunctionType)
+    return module.partition(".")[0] == "torch" or (is_builtin and owner.partition(".")[0] == "torch")
+
+
+def callee_name(node: ast.expr) -> str:
+    function = node.func if isinstance(node, ast.Call) else node
+    return function.attr if isinstance(function, ast.Attribute) else getattr(function, "id", "")
+
+
+def _texts(bound: Mapping[str, Any]) -> tuple[dict[str, str], dict[str, Any]]:
+    """Returns the texts and the values of the arguments of an entry."""
+    texts: dict[str, str] = {}
+    values: dict[str, Any] = {}
+    for name, argument in bound.items():
+        if isinstance(argument, Argument):
+            is_axes = isinstance(argument.value, list) and not isinstance(argument.node, ast.List) and name == "dim"
+            texts[name] = f"tuple({argument.text})" if is_axes else argument.text
+            is_axes = isinstance(argument.value, list) and name in ("dim", "dims")
+            values[name] = tuple(argument.value) if is_axes else argument.value
+            continue
+        items: tuple[Argument, ...] = argument
+        texts[f"{name}_args"] = ", ".join(x.text for x in items)
+        if len(items) == 1 and isinstance(items[0].value, (tuple, list)) and not items[0].is_starred:
+            texts[name], values[name] = items[0].text, tuple(items[0].value)
+        else:
+            texts[name] = f"({texts[f'{name}_args']}{',' * (len(items) == 1)})"
+            spread = [item.value if item.is_starred else [item.value] for item in items]
+            values[name] = tuple(x for values_ in spread for x in values_)
+        values[f"{name}_args"] = values[name]
+    return texts, values
+
+
+def _parts(node: ast.AST) -> Iterator[tuple[ast.AST, ast.expr]]:
+    """Yields the expressions that are directly inside a node, each with the node whose operand it is."""
+    for child in ast.iter_child_nodes(node):
+        if isinstance(child, ast.Slice):
+            yield from _parts(child)
+        elif isinstance(child, ast.expr):
+            yield node, child
+        elif isinstance(child, (ast.keyword, ast.comprehension)):
+            yield from _parts(child)
+
+
+def _template(node: ast.expr, names: Mapping[ast.expr, str]) -> str:
+    """Returns an expression with fields in place of its parts."""
+
+    copied = type(node)(**dict(ast.iter_fields(node)))
+    for name, value in ast.iter_fields(copied):
+        if isinstance(value, ast.expr) and value in names:
+            setattr(copied, name, ast.Name(f"_field_{names[value]}_", ast.Load()))
+        elif isinstance(value, list):
+            new = [ast.Name(f"_field_{names[x]}_", ast.Load()) if x in names else x for x in value]
+            setattr(copied, name, new)
+    return re.sub(r"_field_(\w+?)_\b", r"{\1}", ast.unparse(ast.copy_location(copied, node)))
