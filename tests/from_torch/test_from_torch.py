@@ -626,7 +626,6 @@ def test_explain():
     assert explanation.is_supported
     text = str(explanation)
     assert "MaskedReLU" in text and "aten.clamp.default" in text
-    assert "grad_input[input < 0] = 0" in text
     assert [part.name for part in explanation.parts] == ["forward", "backward"]
     # Which of them torch makes of a write by a mask depends on its version.
     assert {"aten.index_put.default", "aten.masked_fill.Scalar"} & set(explanation.parts[1].operations)
