@@ -26,9 +26,9 @@ import numpy as np
 from jaxfn._signature import InputNames, fits
 from jaxfn._tree import is_jax_type
 
-_FOLDER_OF_JAX = str(Path(jax.__file__).parent)
-_FOLDERS = [str(Path(file).parent / "_")[:-1] for file in (__file__, jax.__file__, jaxlib.__file__, np.__file__)]
-_OWN_FOLDER = _FOLDERS[0]  # ends with the separator, unlike a sibling such as jaxfn2
+# Each ends with the separator, so that a sibling such as jaxfn2 or jax_kernels does not count.
+_FOLDERS = tuple(str(Path(file).parent / "_")[:-1] for file in (__file__, jax.__file__, jaxlib.__file__, np.__file__))
+_OWN_FOLDER, _FOLDER_OF_JAX, *_ = _FOLDERS
 
 
 def hide_own_frames(error: Exception) -> None:
@@ -270,7 +270,7 @@ def error_location(error: Exception) -> str | None:
     lines = [
         f"{frame.f_code.co_filename}:{line}"
         for frame, line in traceback.walk_tb(error.__traceback__)
-        if not frame.f_code.co_filename.startswith(tuple(_FOLDERS))
+        if not frame.f_code.co_filename.startswith(_FOLDERS)
     ]
     return lines[-1] if lines else None
 
