@@ -251,8 +251,7 @@ class PropertyChecks:
             references = rows_of_columns(references, columns, seeds, range(seeds.size))
         for i, array in enumerate(r["batch"]):
             rows, reference = as_rows(array[-seeds.size :]), references[i]
-            bound = self.tolerance.precise(reference, largest(reference))
-            if (excess(rows, reference, bound) > 1).any():
+            if (excess(rows, reference, self.tolerance.of_entries(reference)) > 1).any():
                 return False
         return True
 

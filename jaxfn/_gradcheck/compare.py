@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -15,6 +16,9 @@ from jaxfn._gradcheck.tolerance import SAFETY, Tolerance, largest, rounding_of_d
 
 _MAX_WORST = 8
 _DOUBLE_BYTES = 8
+STEADY = 4  # a real mistake changes by less than this fraction of itself
+_NUDGES = 3
+_NUDGE = 1e-8  # by which fraction inputs are moved to see the effect of rounding, also after 8 lost digits
 _ARRAYS_PER_PART = 6  # arrays of the size of a part: analytic, numeric, errors, and temporaries of their comparison
 
 
@@ -63,10 +67,6 @@ class Comparison:
         def beyond(analytic: Arrays, reference: Arrays) -> list[Arrays]:
             return [[abs(a - r) - slope * abs(r) for a, r in zip(analytic, reference, strict=True)]]
 
-        def compare_precisely(basis: Basis, part: Sequence[int]) -> Iterator[tuple[Any, Any, Any]]:
-            for a, r in zip(*self.evaluator.along(mode.rule_and_reference, basis.vectors(part)), strict=True):
-                yield a, r, self.tolerance.precise(r, largest(r))
-
         blocks: list[JacobianBlock] = []
         for basis in bases(mode.seed_leaves):
             suspects: list[int] = []
@@ -79,8 +79,28 @@ class Comparison:
                         suspects = list(range(basis.size))
                         break
             if suspects:
-                blocks += self._wrong(mode, basis, suspects, compare_precisely)
+                blocks += self._wrong(mode, basis, suspects, partial(self.entries, mode))
         return blocks
+
+    def entries(self, mode: ADMode, basis: Basis, which: Sequence[int]) -> Sequence[tuple[Any, Any, Any]]:
+        """Returns rows or columns of the Jacobian: for each result leaf by the rule, by autodiff, and their tolerance.
+
+        Differences that are rounding are within the tolerance: they change when inputs change in their last digits.
+        """
+
+        def at(evaluator: BatchedEvaluator) -> list[tuple[Any, Any]]:
+            return list(zip(*evaluator.along(mode.rule_and_reference, basis.vectors(which)), strict=True))
+
+        pairs = at(self.evaluator)
+        tolerances = [self.tolerance.of_entries(r) for _, r in pairs]
+        limits = [self.tolerance.of_rounding(r) for _, r in pairs]
+        differences = [abs(a - r) for a, r in pairs]
+        if any(((d > t) & (d <= m)).any() for d, t, m in zip(differences, tolerances, limits, strict=True)):
+            nudged = [at(self.evaluator.at(xs)) for xs in nudges(self.evaluator.xs)]
+            for i, (a, r) in enumerate(pairs):
+                change = np.max([abs(x[i][0] - x[i][1] - (a - r)) for x in nudged], axis=0)
+                tolerances[i] = np.where(STEADY * change >= differences[i], limits[i], tolerances[i])
+        return [(*pair, t) for pair, t in zip(pairs, tolerances, strict=True)]
 
     def with_differences(self, mode: ADMode, derivative: Derivative, *, coarsely: bool = False) -> list[JacobianBlock]:
         """Compares a derivative with finite differences.
@@ -160,6 +180,13 @@ class Comparison:
     def rounding(self) -> Arrays:
         """The effect of rounding of the outputs on finite differences, an array for each output."""
         return rounding_of_differences(self.outputs, self.tolerance.precision, self.step)
+
+
+def nudges(xs: Sequence[Any]) -> Iterator[Arrays]:
+    """Yields inputs so near that derivatives are almost equal and roundings are not."""
+    for seed in range(_NUDGES):
+        generator = np.random.default_rng(seed)
+        yield [np.asarray(x) * (1 + _NUDGE * generator.uniform(-1, 1, x.shape)) for x in xs]
 
 
 def _bounded_error(error: Any, floor: Any) -> Any:

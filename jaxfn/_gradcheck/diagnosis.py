@@ -2,26 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
-from jaxfn._gradcheck.compare import Comparison, JacobianBlock
+from jaxfn._gradcheck.compare import STEADY, Comparison, JacobianBlock, nudges
 from jaxfn._gradcheck.evaluation.vectors import Basis
 from jaxfn._gradcheck.problem.derivatives import ADMode, UnavailableError
 from jaxfn._gradcheck.problem.problem import Leaf
 from jaxfn._gradcheck.report.kinds import mismatch_kind
 from jaxfn._gradcheck.report.report import Entry, Mismatch
-from jaxfn._gradcheck.tolerance import excess
+from jaxfn._gradcheck.tolerance import excess, largest
 
 _DENSE = 1 << 16  # a Jacobian of up to this many entries is computed as a whole
 _SHOWN = 5
 _BLOCKS_SHOWN = 8
-_REPEATS = 3
-_ROUNDING_ULPS = 4  # by how many units in the last place inputs are moved to see the effect of rounding
-_STEADY = 4  # a real mistake changes by less than this fraction of itself
 
 
 @dataclass
@@ -33,6 +30,7 @@ class BlockValues:
         output and the components of the input).
       analytic, numeric, autodiff: the values; `None` for a reference that was not computed.
       errors: bounds of the errors of `numeric`.
+      tolerances: the tolerance of `analytic`.
     """
 
     rows: Sequence[int]
@@ -41,6 +39,7 @@ class BlockValues:
     numeric: Any
     errors: Any
     autodiff: Any
+    tolerances: Any
 
 
 @dataclass(frozen=True)
@@ -93,10 +92,10 @@ class Diagnosis:
 
     def _described(self, block: JacobianBlock, values: BlockValues) -> Mismatch:
         mismatch = self.named(block)
-        excesses, tolerances = self._excesses(values), self._tolerances(values)
+        excesses = self._excesses(values)
         for i, j in _worst(excesses):
             if excesses[i, j] > 1:
-                mismatch.entries.append(self._entry(block, values, i, j, float(tolerances[i, j])))
+                mismatch.entries.append(self._entry(block, values, i, j, float(values.tolerances[i, j])))
         if values.analytic.size == mismatch.total:
             reference = self._reference(values)
             shapes = mismatch.output_shape, mismatch.input_shape
@@ -129,42 +128,30 @@ class Diagnosis:
         )
 
     def _is_rounding(self, block: JacobianBlock, values: BlockValues) -> bool:
-        """Whether the differences are rounding: they change by as much when inputs change in their last digits."""
-        tolerance = self.comparison.tolerance
-        reference = self._reference(values)
-        difference = values.analytic - reference
-        wrong = self._excesses(values) > 1
-        if not tolerance.is_tight or not (abs(difference) <= tolerance.plain(reference))[wrong].all():
+        """Whether all differences from finite differences are rounding: they change with the inputs' last digits."""
+        if self.by_autodiff:  # `Comparison.entries` has allowed for rounding
             return False
-        errors = [self._nudged(seed).errors_of(block, values) for seed in range(_REPEATS)]
-        change = np.max([abs(error - difference) for error in errors], axis=0)
-        return bool((_STEADY * change >= abs(difference))[wrong].all())
+        tolerance = self.comparison.tolerance
+        difference = values.analytic - values.numeric
+        wrong = self._excesses(values) > 1
+        if not tolerance.is_tight or not (abs(difference) <= tolerance.plain(values.numeric))[wrong].all():
+            return False
+        change = np.max([abs(error - difference) for error in self._nudged_errors(block, values)], axis=0)
+        return bool((STEADY * change >= abs(difference))[wrong].all())
 
-    def _nudged(self, seed: int) -> Diagnosis:
-        """Returns a diagnosis of the comparison at inputs that are a few units in the last place away."""
-        generator = np.random.default_rng(seed)
+    def _nudged_errors(self, block: JacobianBlock, values: BlockValues) -> Iterator[Any]:
+        """Yields the differences at inputs that are almost equal."""
         evaluator = self.comparison.evaluator
-        size = _ROUNDING_ULPS * np.finfo(np.float64).eps
-        xs = [np.asarray(x) * (1 + size * generator.integers(-1, 2, x.shape)) for x in evaluator.xs]
-        return replace(self, comparison=replace(self.comparison, evaluator=evaluator.at(xs)))
-
-    def errors_of(self, block: JacobianBlock, values: BlockValues) -> Any:
-        """Computes the entries of a block again, and returns their errors."""
-        values = self._values(block, values.rows, values.columns, not self.by_autodiff)
-        return values.analytic - self._reference(values)
+        for xs in nudges(evaluator.xs):
+            nudged = replace(self, comparison=replace(self.comparison, evaluator=evaluator.at(xs)))
+            moved = nudged._values(block, values.rows, values.columns, True)
+            yield moved.analytic - moved.numeric
 
     def _reference(self, values: BlockValues) -> Any:
         return values.autodiff if self.by_autodiff else values.numeric
 
-    def _tolerances(self, values: BlockValues) -> Any:
-        tolerance, reference = self.comparison.tolerance, self._reference(values)
-        scale = abs(reference).max(initial=0.0)
-        if self.by_autodiff:
-            return tolerance.precise(reference, scale)
-        return tolerance.estimated(reference, scale, values.errors)
-
     def _excesses(self, values: BlockValues) -> Any:
-        return excess(values.analytic, self._reference(values), self._tolerances(values))
+        return excess(values.analytic, self._reference(values), values.tolerances)
 
     def _leaves(self, block: JacobianBlock) -> tuple[Leaf, Leaf]:
         d = self.comparison.derivatives
@@ -202,14 +189,19 @@ class Diagnosis:
             entries = arrays[result][:, others]
             return entries.T if d.is_forward else entries
 
-        analytic, autodiff = (
-            None if isinstance(f, UnavailableError) else entries_of(self.comparison.values(f, basis, which))
-            for f in (d.rule, d.reference)
-        )
+        comparison = self.comparison
         numeric = errors = None
         if with_differences:
-            numeric, errors = map(entries_of, self.comparison.differences(d, basis, which))
-        return BlockValues(rows, columns, analytic, numeric, errors, autodiff)
+            numeric, errors = map(entries_of, comparison.differences(d, basis, which))
+        if self.by_autodiff:
+            analytic, autodiff, tolerances = map(entries_of, zip(*comparison.entries(d, basis, which), strict=True))
+        else:
+            analytic, autodiff = (
+                None if isinstance(f, UnavailableError) else entries_of(comparison.values(f, basis, which))
+                for f in (d.rule, d.reference)
+            )
+            tolerances = comparison.tolerance.estimated(numeric, largest(numeric), errors)
+        return BlockValues(rows, columns, analytic, numeric, errors, autodiff, tolerances)
 
 
 def _worst(excesses: Any) -> list[tuple[int, int]]:

@@ -13,6 +13,11 @@ So the default tolerances mean that formula for a coarse reference only, such as
 for a precise reference (autodiff of the function without its rule, or differences that agree at two steps) is a
 thousand times smaller, but never smaller than the rounding of the sums that are compared. Tolerances that the caller
 passes mean what torch's mean, for every reference.
+
+Next to an entry of 1e10 the rounding of a long sum may be 1e-3, and so may a mistake. So where autodiff is exact, an
+entry of a Jacobian is allowed only the rounding of a short sum of terms as large as the entries of its row. A larger
+difference counts as rounding if it is at most that of a long sum of the largest terms, and changes when inputs change
+in their last digits, as rounding does and a mistake does not.
 """
 
 from __future__ import annotations
@@ -27,7 +32,7 @@ import numpy as np
 _TIGHTER = 1e-3
 # Rounding error of a sum of many terms, in units in the last place of the largest entry.
 _ROUNDING = 1e3
-_COARSE_ROUNDING = 30
+_SHORT_SUM_ROUNDING = 30
 # Difference of two ways to compute an array, relative to the largest entry.
 _RECOMPUTED = 1e-8
 _DOUBLE = 2.220446049250313e-16
@@ -92,13 +97,26 @@ class Tolerance:
           reference: the values of the reference.
           scale: the largest value, in a block whose entries are sums of terms of about that size.
         """
+        rounding = _ROUNDING if self.is_tight else _SHORT_SUM_ROUNDING
+        return self._precise(reference, scale, rounding * self.precision * scale)
+
+    def of_entries(self, reference: Any) -> Any:
+        """Returns the tolerance for rows or columns of a Jacobian that are exact up to the rounding of short sums."""
+        scale = largest(reference)
+        terms = np.max(abs(reference), axis=1, keepdims=True, initial=0.0) if self.is_tight else scale
+        return self._precise(reference, scale, _SHORT_SUM_ROUNDING * self.precision * terms)
+
+    def of_rounding(self, reference: Any) -> Any:
+        """Returns the tolerance for those entries whose difference is known to be rounding."""
+        if not self.is_tight:
+            return self.of_entries(reference)
+        return np.maximum(self.plain(reference), self.precise(reference, largest(reference)))
+
+    def _precise(self, reference: Any, scale: Any, rounding: Any) -> Any:
         if not self.is_default:
             return self.plain(reference)
-        if self.is_tight:
-            small = _TIGHTER * self.atol * np.clip(scale, _TIGHTER, 1.0) + _ROUNDING * self.precision * scale
-        else:
-            small = self.atol + _COARSE_ROUNDING * self.precision * scale
-        return small + self.slope * abs(reference)
+        small = _TIGHTER * self.atol * np.clip(scale, _TIGHTER, 1.0) if self.is_tight else self.atol
+        return small + rounding + self.slope * abs(reference)
 
     @property
     def slope(self) -> float:

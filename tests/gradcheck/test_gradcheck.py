@@ -398,6 +398,39 @@ def test_rounding_is_not_mistaken_for_a_mistake():
     passes(cube, 1e3 * normal(20), reference="autodiff")
 
 
+@row("G3")
+@pytest.mark.parametrize(
+    "forward", [lambda x, b: b * jnp.sin(x), lambda x, b: jnp.sum(b * jnp.sin(x))], ids=["diagonal", "row"]
+)
+def test_a_small_wrong_entry_next_to_a_large_one_is_found(forward):
+    large = np.array([1e10, 0.0])
+    for entry in (0.0, 1e-3):
+        wrong = large + np.array([0.0, entry])
+        function = rule(
+            lambda ctx, x: (ctx.save_for_backward(x), forward(x, large))[1],
+            lambda ctx, g, wrong=wrong: g * wrong * jnp.cos(ctx.saved_tensors[0]),
+        )
+        if not entry:
+            passes(function, normal(2))
+            continue
+        (mismatch,) = failure(function, normal(2)).mismatches
+        assert mismatch.count == 1 and [e.input_index for e in mismatch.entries] == [(1,)]
+
+
+@row("G3")
+def test_rounding_next_to_a_large_entry_is_not_mistaken_for_a_mistake():
+    """Right rules whose reference has errors of 3e-3 next to entries of 1e11."""
+    large = 1e11 * np.eye(20)[0]
+
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        moved = x + 2e6
+        return jnp.sum(moved**3 - 6e6 * moved**2 + 1.2e13 * moved + large * x)
+
+    cube = rule(forward, lambda ctx, g: g * (3 * ctx.saved_tensors[0] ** 2 + large))
+    passes(cube, normal(20), reference="autodiff")
+
+
 # G4: the report.
 
 
