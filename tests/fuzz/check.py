@@ -15,7 +15,7 @@ from typing import Any, cast
 import jax
 
 from tests.fuzz.compare import ANOTHER_DRAW, difference, difference_of_counts, is_of_one_draw, result_and_runs
-from tests.fuzz.functions import write_hand_written_in_forward_mode
+from tests.fuzz.functions import write_hand_written, write_hand_written_in_forward_mode
 from tests.fuzz.operations import OPERATIONS
 from tests.fuzz.program import Operation, Program, walk
 from tests.fuzz.source import write, write_alone
@@ -31,8 +31,8 @@ class Outcome:
     """The result of checking a program.
 
     Attributes:
-      kind: the two sides agreed; the twins raise, so that the program means nothing; jaxfn rejected it by name; or
-        what jaxfn did is wrong.
+      kind: the two sides agreed; the twins raise, so that the program means nothing, or XLA raises for hand-written
+        rules as well; jaxfn rejected it by name; or what jaxfn did is wrong.
       message: what was rejected, or is wrong, without the names and numbers of this one program.
       comparisons: how many arrays and counts were compared.
     """
@@ -61,7 +61,12 @@ def check(program: Program) -> Outcome:
             with _all_frames():
                 got = _measured(program, namespace, "FUNCTIONS")
         except Exception as error:
-            return Outcome(REJECTED if is_rejection(error) else WRONG, normalized(error))
+            if is_rejection(error):
+                return Outcome(REJECTED, normalized(error))
+            is_of_xla = isinstance(error, jax.errors.JaxRuntimeError) and _hand_written_raises(
+                program, normalized(error)
+            )
+            return Outcome(DISCARDED if is_of_xla else WRONG, normalized(error))
     comparisons, tolerance = len(jax.tree.leaves(got)), tolerance_of(program)
     if not program.stateful:
         message = difference(got, wanted, tolerance)
@@ -74,6 +79,15 @@ def check(program: Program) -> Outcome:
         if not is_of_one_draw(hand_written, argument, tolerance):
             return Outcome(DISCARDED, "a hand-written jax.custom_jvp: its gradient belongs to another draw as well")
     return Outcome(WRONG if message else AGREED, message, comparisons)
+
+
+def _hand_written_raises(program: Program, message: str) -> bool:
+    """Whether the program with hand-written `jax.custom_vjp` functions raises that error, too."""
+    try:
+        _measured(program, _namespace(write(program, write_hand_written)), "TWINS")
+    except Exception as error:
+        return normalized(error) == message
+    return False
 
 
 @contextmanager

@@ -9,8 +9,9 @@ from dataclasses import replace
 
 import pytest
 
+from tests.fuzz import check as fuzz_check
 from tests.fuzz import measures, source
-from tests.fuzz.check import REJECTED, WRONG, check
+from tests.fuzz.check import DISCARDED, REJECTED, WRONG, check
 from tests.fuzz.draw import draw
 from tests.fuzz.formulas import FORMULAS, Saving
 from tests.fuzz.functions import FunctionSpec, write_function
@@ -117,11 +118,25 @@ def test_a_gradient_of_another_draw_is_found(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "error", ["AssertionError", "KeyError('F0')", "ValueError('names no Function')", "ValueError('F0, not by jaxfn')"]
+    "error",
+    [
+        "AssertionError",
+        "KeyError('F0')",
+        "ValueError('names no Function')",
+        "ValueError('F0, not by jaxfn')",
+        "jax.errors.JaxRuntimeError('INTERNAL')",
+    ],
 )
 def test_errors_that_are_not_rejections_are_found(monkeypatch, error):
     write_functions_with(monkeypatch, "return y0", f"raise {error}")
     assert check(long_program(SQUARE)).kind == WRONG
+
+
+def test_a_program_that_xla_cannot_compile_with_hand_written_rules_means_nothing(monkeypatch):
+    raised = "raise jax.errors.JaxRuntimeError('INTERNAL: an empty array')"
+    write_functions_with(monkeypatch, "return y0", raised)
+    monkeypatch.setattr(fuzz_check, "write_hand_written", lambda spec, name: [f"def {name}(*args):", f"    {raised}"])
+    assert check(long_program(SQUARE)).kind == DISCARDED
 
 
 def test_a_rejection_is_counted_by_its_message(monkeypatch):
