@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any, overload
+from typing import TYPE_CHECKING, Any, Literal, overload
 
 from jaxfn._torch.values.errors import TranslationError as TranslationError
 
@@ -26,13 +26,21 @@ def from_torch(
 ) -> ConvertedModule: ...
 @overload
 def from_torch(
-    torch_function: type[torch.autograd.Function], *, ops: Mapping[Any, Callable[..., Any]] | None = None
+    torch_function: type[torch.autograd.Function],
+    *,
+    ops: Mapping[Any, Callable[..., Any]] | None = None,
+    fallback: Literal["callback"] | None = None,
 ) -> type[ConvertedFunction]: ...
 @overload
 def from_torch(
     torch_function: Callable[..., Any], *, ops: Mapping[Any, Callable[..., Any]] | None = None
 ) -> Callable[..., Any]: ...
-def from_torch(torch_function: Any, *, ops: Mapping[Any, Callable[..., Any]] | None = None) -> Any:
+def from_torch(
+    torch_function: Any,
+    *,
+    ops: Mapping[Any, Callable[..., Any]] | None = None,
+    fallback: Literal["callback"] | None = None,
+) -> Any:
     """Converts existing torch code to JAX, without changes to its source: a Function, a module, or a Python function.
 
     torch traces the Python code (of a Function, its `forward` and `backward`) once for each set of shapes, dtypes and
@@ -49,6 +57,11 @@ def from_torch(torch_function: Any, *, ops: Mapping[Any, Callable[..., Any]] | N
         function (around a Triton kernel, for example). Each takes arrays in place of tensors; other arguments are
         unchanged. The backward that is registered with torch for a custom operation is used, unless its replacement
         is a jaxfn Function.
+      fallback: "callback" for a Function class that cannot be traced, because its Python code reads the values of
+        tensors or because it calls compiled code: `forward` and `backward` run in torch on the host, each by one
+        `jax.pure_callback`, at every order of reverse mode and in `jit`, `vmap`, `scan` and `shard_map`. That is slow.
+        A Function that can be traced is traced. `jax.vmap` calls it for one element at a time; its own `vmap` is not
+        used.
 
     Returns:
       For a module, a `ConvertedModule`, with `parameters`, `buffers` and `apply(parameters, buffers, *args, key=None)`.
@@ -61,7 +74,8 @@ def from_torch(torch_function: Any, *, ops: Mapping[Any, Callable[..., Any]] | N
 
     Raises:
       ImportError: torch is not installed.
-      TypeError: `torch_function` is none of these.
+      TypeError: `torch_function` is none of these, or `fallback` is passed for something that is not a Function class.
+      ValueError: `fallback` is neither `None` nor "callback".
       TranslationError: (from `apply`, never from `explain`) The code cannot run on JAX unchanged. The message names the
         operation or the line.
 
@@ -100,7 +114,15 @@ def from_torch(torch_function: Any, *, ops: Mapping[Any, Callable[..., Any]] | N
             + is_instance
             * ". Pass its class, and pass the arguments of __init__ to apply"
         )
-    from jaxfn._torch.convert.function_class import convert_function_class
+    if fallback not in (None, "callback"):
+        raise ValueError(f"from_torch: fallback is None or 'callback', got {fallback!r}")
+    if fallback is not None and not is_function_class:
+        raise TypeError(
+            "from_torch: fallback='callback' is for subclasses of torch.autograd.Function, whose backward defines the "
+            f"derivative. Move the code that cannot be traced into one; got {torch_function!r}"
+        )
+    from jaxfn._torch.convert.function_class import FunctionAdapter, convert_function_class
+    from jaxfn._torch.convert.host_callback import HostAdapter
     from jaxfn._torch.convert.module import ConvertedModule
     from jaxfn._torch.convert.nested import NESTED_APPLY
     from jaxfn._torch.convert.self_test import check_torch
@@ -114,7 +136,7 @@ def from_torch(torch_function: Any, *, ops: Mapping[Any, Callable[..., Any]] | N
     if not is_function_class:
         return convert_callable(torch_function, config)
     caller = sys._getframe(1).f_globals.get("__name__", __name__)  # pyright: ignore[reportPrivateUsage]
-    return convert_function_class(torch_function, caller, config)
+    return convert_function_class(torch_function, caller, config, HostAdapter if fallback else FunctionAdapter)
 
 
 def register_translation(operation: Any, function: Callable[..., Any]) -> None:

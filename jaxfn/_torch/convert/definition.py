@@ -33,6 +33,11 @@ class TorchCode:
 class Definition(TorchCode):
     """A torch Function class.
 
+    Args:
+      function: The class.
+      config: The options that it is traced with.
+      uses_vmap: Whether its `vmap` is converted too.
+
     Attributes:
       original: The class that the user wrote, if `function` was lifted.
       has_setup_context: Whether the torch class has a `setup_context`, and its `forward` takes no ctx.
@@ -42,7 +47,7 @@ class Definition(TorchCode):
       once_differentiable: Whether torch's `once_differentiable` decorates `backward`.
     """
 
-    def __init__(self, function: Any, config: TraceConfig) -> None:
+    def __init__(self, function: Any, config: TraceConfig, uses_vmap: bool = True) -> None:
         parameters = inspect.signature(function.forward).parameters
         super().__init__(function.__name__, config, parameters, f"{function.__name__}.apply")
         self.function = function
@@ -50,7 +55,7 @@ class Definition(TorchCode):
         self.has_setup_context = function.setup_context is not _BASE.setup_context
         self.backward = self._backward()
         self.has_jvp: bool = function.jvp is not _BASE.jvp
-        self.has_vmap: bool = function.vmap is not _BASE.vmap
+        self.has_vmap: bool = uses_vmap and function.vmap is not _BASE.vmap
         self.once_differentiable = _is_once_differentiable(self.backward)
         self.takes_any_keyword = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
         # torch requires a `setup_context` if there is a `vmap`, so that `forward` can be batched without the ctx.

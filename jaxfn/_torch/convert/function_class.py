@@ -142,7 +142,13 @@ class _TracedCall(NamedTuple):
 
 
 class FunctionAdapter:
-    """The methods of a torch Function, with the signatures of a jaxfn Function."""
+    """The methods of a torch Function, with the signatures of a jaxfn Function.
+
+    Attributes:
+      uses_vmap: Whether `jax.vmap` calls the `vmap` of the torch Function.
+    """
+
+    uses_vmap = True
 
     def __init__(self, definition: Definition) -> None:
         self.definition = definition
@@ -238,7 +244,7 @@ class FunctionAdapter:
             )
         key = None if ctx.key is None else jax.random.fold_in(ctx.key, _BACKWARD_KEY_DATA)
         gradients = list(rule.run(ctx.saved_tensors, arrays, key))
-        return tuple(self._gradients_of_inputs(gradients, traced, names))
+        return tuple(self._gradients_of_inputs(gradients, traced.arguments, names))
 
     def jvp(self, ctx: Any, tangents: Sequence[Any]) -> Any:
         """Runs `jvp`."""
@@ -313,9 +319,9 @@ class FunctionAdapter:
         """Returns the flags of all inputs except the random key."""
         return tuple(flag for name, flag in zip(names, flags, strict=True) if name != self.definition.key_name)
 
-    def _gradients_of_inputs(self, gradients: list[Any], traced: TracedForward, names: Sequence[str]) -> list[Any]:
+    def _gradients_of_inputs(self, gradients: list[Any], arguments: Any, names: Sequence[str]) -> list[Any]:
         """Returns the gradients of backward with an entry for the key, and `None` for tensors that are constants."""
-        args, kwargs = traced.arguments
+        args, kwargs = arguments
         for i, value in enumerate((*args, *kwargs.values())):
             if isinstance(value, torch.Tensor) and i < len(gradients):
                 gradients[i] = None
@@ -393,14 +399,16 @@ def _match_template(
 _BACKWARD_KEY_DATA = 0x6261636B
 
 
-def convert_function_class(function: Any, module: str, config: TraceConfig) -> type[ConvertedFunction]:
-    """Returns the jaxfn Function of a torch Function class, with `__module__` set; cached by class and replacements."""
+def convert_function_class(
+    function: Any, module: str, config: TraceConfig, adapter_type: type[FunctionAdapter] = FunctionAdapter
+) -> type[ConvertedFunction]:
+    """Returns the jaxfn Function of a torch Function class, with `__module__` set; cached by class and options."""
     ops = config.replacements.all
     replaced = frozenset((id(op), id(replacement)) for op, replacement in ops.items())
-    key = id(function), id(config.externals), config.is_nested, replaced
+    key = id(function), id(config.externals), config.is_nested, replaced, adapter_type
     found = _CLASSES.get(key)
     if found is None:
-        found = _CLASSES[key] = _make_class(function, module, config)
+        found = _CLASSES[key] = _make_class(function, module, config, adapter_type)
     return found
 
 
@@ -408,9 +416,11 @@ def convert_function_class(function: Any, module: str, config: TraceConfig) -> t
 _CLASSES: weakref.WeakValueDictionary[Any, type[ConvertedFunction]] = weakref.WeakValueDictionary()
 
 
-def _make_class(function: Any, module: str, config: TraceConfig) -> type[ConvertedFunction]:
-    definition = Definition(function, config)
-    adapter = FunctionAdapter(definition)
+def _make_class(
+    function: Any, module: str, config: TraceConfig, adapter_type: type[FunctionAdapter]
+) -> type[ConvertedFunction]:
+    definition = Definition(function, config, adapter_type.uses_vmap)
+    adapter = adapter_type(definition)
 
     def forward(ctx: FunctionCtx, *args: Any, **kwargs: Any) -> Any:
         return adapter.forward(ctx, args, kwargs)

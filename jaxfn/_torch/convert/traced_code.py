@@ -110,10 +110,7 @@ class TracedCode(Opaque):
         if self._unsupported:
             raise TranslationError(f"{where}: {unsupported_message(self.unsupported)}")
         if self.draws and key is None:
-            raise TranslationError(
-                f"{where} draws random numbers, and on JAX those come from an explicit key: "
-                f"{self.code.call}(..., {self.code.key_name}=jax.random.key(0)), another key for each call"
-            )
+            raise TranslationError(missing_key_message(where, self.code))
         try:
             if not self._indices or staging_traces():
                 return self._run(arrays, key, self._constants())
@@ -129,6 +126,14 @@ class TracedCode(Opaque):
             return results
         except TranslationError as error:
             raise error if self.code.name in str(error) else TranslationError(f"{where}: {error}") from error
+
+
+def missing_key_message(where: str, code: TorchCode) -> str:
+    """Returns the message for code that draws random numbers and got no key."""
+    return (
+        f"{where} draws random numbers, and on JAX those come from an explicit key: "
+        f"{code.call}(..., {code.key_name}=jax.random.key(0)), another key for each call"
+    )
 
 
 def _is_double(value: Any) -> bool:
@@ -572,17 +577,18 @@ def get_or_trace(
                 found = trace(specs)
         except (TypeError, ValueError, RuntimeError, AssertionError, IndexError) as error:
             int64_specs = [x._replace(dtype=torch.int64) if x.dtype == torch.int32 else x for x in specs]
-            if (
-                isinstance(error, TranslationError)
-                or int64_specs == specs
-                or not re.search("(?i)int64|long", str(error))
-            ):
+            if isinstance(error, TranslationError) or int64_specs == specs or not names_int64(error):
                 raise
             with checking_leaks(name):
                 found = trace(int64_specs)
         if key is not None and not found.reads_external_values:
             cache.put(key, found)
     return found
+
+
+def names_int64(error: Exception) -> bool:
+    """Whether an error of torch may be due to integers that are not int64."""
+    return re.search("(?i)int64|long", str(error)) is not None
 
 
 def _slot_or_none(leaf: Any) -> Slot | None:

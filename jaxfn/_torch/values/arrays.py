@@ -60,9 +60,18 @@ def to_jax(tensor: torch.Tensor) -> jax.Array:
     Raises:
       TranslationError: The tensor is sparse or quantized, or has no values (a fake tensor).
     """
+    dtype = jax_dtype(tensor.dtype)
+    return jnp.asarray(to_numpy(tensor).astype(dtype, copy=False))
+
+
+def to_numpy(tensor: torch.Tensor) -> np.ndarray[Any, Any]:
+    """Returns a tensor's values as a new NumPy array; JAX does not run.
+
+    Raises:
+      TranslationError: The tensor is sparse or quantized, or has no values (a fake tensor).
+    """
     import torch
 
-    dtype = jax_dtype(tensor.dtype)
     if tensor.layout is not torch.strided:
         raise TranslationError(f"a tensor of layout {tensor.layout} has no counterpart on JAX; use `.to_dense()`")
     dense = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()
@@ -71,8 +80,7 @@ def to_jax(tensor: torch.Tensor) -> jax.Array:
         values = dense.view(bits).numpy(force=True).view(jnp.dtype(str(dense.dtype).removeprefix("torch.")))
     else:
         values = dense.numpy(force=True)  # Forced, since autograd's zero tensors have no storage.
-    # A copy, since the tensor may be mutated later.
-    return jnp.asarray(np.array(values, dtype))
+    return np.array(values)  # A copy, since the tensor may be mutated later.
 
 
 def to_torch(array: Any) -> torch.Tensor:

@@ -1,0 +1,512 @@
+"""Functions that cannot be traced, run by torch on the host: `from_torch(F, fallback="callback")`.
+
+A host computation is a torch function of flat tensors: `F.apply`, its gradient by `torch.autograd.grad`, the gradient
+of that, and so on. Each is one `jax.pure_callback`. Nothing is stored on the host between callbacks: a gradient runs
+`forward` again, with an equal seed, and compares what it returns and stores on ctx with the first run.
+"""
+
+from __future__ import annotations
+
+import inspect
+import threading
+import traceback
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import torch
+from jax.core import Tracer
+from torch.overrides import TorchFunctionMode
+from torch.utils import _pytree as torch_tree
+
+from jaxfn._context import FunctionCtx, ctx_state
+from jaxfn._function import Function
+from jaxfn._mesh_types import pcast_like
+from jaxfn._torch._compat import TorchDispatchMode
+from jaxfn._torch.convert.definition import Definition
+from jaxfn._torch.convert.function_class import FunctionAdapter
+from jaxfn._torch.convert.traced_code import TensorSpec, missing_key_message, names_int64, tensor_spec
+from jaxfn._torch.graph.source_lines import source_line
+from jaxfn._torch.values.arrays import jax_dtype, to_numpy, to_torch, torch_dtype
+from jaxfn._torch.values.errors import TranslationError
+from jaxfn._torch.values.flatten import FlatTensors, Slot, flatten_tensors, slots, unflatten_tensors
+from jaxfn._torch.values.trace_cache import IdentityKey, LRUCache, static_key, torch_settings_key
+from jaxfn._tree import Opaque, as_array, is_array_leaf, is_inexact
+
+_MAX_HOST_CALLS = 256
+_NUM_EXAMPLES = 4
+# More operations than this in `forward`, on example values, count as a loop that does not end.
+_MAX_EXAMPLE_OPERATIONS = 20_000
+# The functions by which Python code reads values of tensors that autograd does not follow.
+_READS = ("item", "tolist", "numpy", "__array__", "__float__", "__complex__", "data_ptr", "__dlpack__")
+_FRACTIONS = (float, complex, np.ndarray, np.generic)
+# torch's generator of random numbers belongs to the process.
+_lock = threading.RLock()
+
+
+class _Output(NamedTuple):
+    """The type of a host computation's result: its template, and the specs of its tensors."""
+
+    template: Any
+    specs: list[TensorSpec]
+
+    def __str__(self) -> str:
+        shown = (f"{x.dtype}{list(x.shape)}" for x in self.specs[: len(slots(self.template))])
+        return ", ".join(shown) or repr(self.template)
+
+
+class HostForward(Opaque):
+    """`F.apply` for arguments of certain types. It returns the tensors of the output, and a checksum of ctx.
+
+    Attributes:
+      is_needed: Whether torch must run on the host, since `forward` or `backward` cannot be translated.
+      output: The type of the result, once it is known. Every callback checks it.
+      flags: Which inputs of `forward` need a gradient.
+      requires_grad: Which tensors require a gradient.
+      autocast: torch's autocast of the caller's thread.
+    """
+
+    def __init__(
+        self, definition: Definition, arguments: Any, specs: Sequence[TensorSpec], flags: tuple[bool, ...]
+    ) -> None:
+        self.forward = self
+        self.definition = definition
+        self.arguments = arguments
+        self.input_specs = specs
+        self.name = f"{definition.name}.forward"
+        self.output: _Output | None = None
+        self.is_needed = True
+        self.flags = flags
+        self.requires_grad = self.flags_of_tensors(flags)
+        self.autocast = torch.get_autocast_dtype("cpu"), torch.is_autocast_enabled("cpu")
+
+    def flags_of_tensors(self, flags: Sequence[bool]) -> list[bool]:
+        """Returns a flag for each tensor, from one for each input of `forward`."""
+        args, kwargs = self.arguments
+        values = zip((*args, *kwargs.values()), flags, strict=True)
+        of_tensors = [flag for value, flag in values for _ in slots(value)]
+        return [flag and _is_inexact_dtype(x.dtype) for flag, x in zip(of_tensors, self.input_specs, strict=True)]
+
+    def evaluate(self, tensors: Sequence[torch.Tensor], expected: Sequence[Any] = ()) -> FlatTensors:
+        """Computes the result of a callback."""
+        return self._apply(tensors, False)
+
+    def differentiable_results(
+        self, tensors: Sequence[torch.Tensor], expected: Sequence[Any], create_graph: bool
+    ) -> Sequence[Any]:
+        """Computes results with autograd's graph, which must be as expected.
+
+        Raises an error if `create_graph` and that graph would lack the derivative of a value that `forward` computed.
+        """
+        results = self._apply(tensors, create_graph).leaves
+        if not (len(results) == len(expected) and all(map(_is_close, results, expected))):
+            raise TranslationError(
+                f"{self.name} runs again for the gradient, on equal inputs, and returned something else, or stored "
+                "something else on ctx. With fallback='callback' it may depend on its arguments and on torch's random "
+                "numbers only"
+            )
+        return results
+
+    def _apply(self, tensors: Sequence[torch.Tensor], create_graph: bool) -> FlatTensors:
+        checksums: list[torch.Tensor] = []
+        # An input that is a leaf of autograd's graph could not be marked dirty.
+        args, kwargs = unflatten_tensors(self.arguments, [x.clone() if x.requires_grad else x for x in tensors])
+        if kwargs:  # torch's `apply` takes none.
+            ctx = () if self.definition.has_setup_context else (None,)
+            bound = inspect.signature(self.definition.original.forward).bind(*ctx, *args, **kwargs)
+            bound.apply_defaults()
+            args, kwargs = bound.args[len(ctx) :], bound.kwargs
+        output = _observed(self.definition, create_graph, checksums).apply(*args, **kwargs)
+        leaves, template = flatten_tensors(output)
+        return FlatTensors([*leaves, *checksums], template)
+
+    def infer_output(self) -> _Output:
+        """Returns the type of the result by calls of `forward` on example values."""
+        examples = [self._example_output(i) for i in range(_NUM_EXAMPLES)]
+        found = [x for x in examples if isinstance(x, _Output)] or examples[:1]
+        other = next((x for x in found if x != found[0]), None)
+        if isinstance(found[0], Exception) or other is not None:
+            raised = f"raised {found[0]!r}" if other is None else f"returned {found[0]} and {other}"
+            raise TranslationError(
+                f"{self.name} cannot be traced, so JAX must know the types of its outputs before the callback runs "
+                f"under jax.jit. On example values it {raised}. If your calls return equal types for all values, call "
+                f"{self.definition.call} once outside jax.jit with arguments of these types, which shows them"
+            )
+        self.output = found[0]
+        return found[0]
+
+    def _example_output(self, i: int) -> _Output | Exception:
+        try:
+            with _OperationLimit():
+                return _evaluate(self, [_example(spec, i) for spec in self.input_specs], (), np.zeros(2, np.uint32))[0]
+        except Exception as error:
+            return error
+
+
+class HostGradient(Opaque):
+    """The gradient of a host computation, as a function of its tensors and of gradients of its results.
+
+    Attributes:
+      flags: Which tensors get a gradient.
+      has_gradient: Which results have a gradient.
+      output: The type of the gradients.
+    """
+
+    def __init__(
+        self,
+        of: HostForward | HostGradient,
+        flags: Sequence[bool],
+        has_gradient: Sequence[bool],
+        output: _Output | None = None,
+    ) -> None:
+        self.of = of
+        self.forward: HostForward = of.forward
+        self.flags = flags
+        self.has_gradient = has_gradient
+        self.output = output
+        self.name = f"{self.forward.definition.name}.backward"
+        self.requires_grad: list[bool] = [*map(max, flags, of.requires_grad), *[False] * sum(has_gradient)]
+
+    def evaluate(self, tensors: Sequence[torch.Tensor], expected: Sequence[Any]) -> FlatTensors:
+        """Computes the result of a callback."""
+        gradients = self.differentiable_results(tensors, expected, False)
+        pairs = zip(gradients, _where(self.flags, tensors), strict=True)
+        return flatten_tensors([torch.zeros_like(x) if g is None else g for g, x in pairs])
+
+    def differentiable_results(
+        self, tensors: Sequence[torch.Tensor], expected: Sequence[Any], create_graph: bool
+    ) -> Sequence[torch.Tensor | None]:
+        """Computes the gradient of each flagged tensor, `None` for one that has none."""
+        inputs, gradients = tensors[: len(self.flags)], tensors[len(self.flags) :]
+        is_second_order = isinstance(self.of, HostGradient)
+        results = self.of.differentiable_results(inputs, expected, create_graph or is_second_order)
+        pairs = list(zip(_where(self.has_gradient, results), gradients, strict=True))
+        in_graph = [(x, gradient.to(x.dtype)) for x, gradient in pairs if x is not None and x.requires_grad]
+        outputs, matching = [x for x, _ in in_graph], [gradient for _, gradient in in_graph]
+        if is_second_order and any(x is not None and not x.requires_grad and gradient.any() for x, gradient in pairs):
+            raise RuntimeError(
+                f"{self.name} computed a gradient without autograd's graph, so torch has no second derivative of "
+                "it (element 0 of tensors does not require grad and does not have a grad_fn)"
+            )
+        wanted = _where(self.flags, inputs)
+        if not outputs:
+            return [None] * len(wanted)
+        return torch.autograd.grad(outputs, wanted, matching, create_graph=create_graph, allow_unused=True)
+
+
+_HostCode = HostForward | HostGradient
+
+
+def _where(flags: Sequence[bool], values: Sequence[Any]) -> list[Any]:
+    return [value for flag, value in zip(flags, values, strict=False) if flag]
+
+
+def _evaluate(code: _HostCode, arrays: Any, expected: Any, seed: Any) -> tuple[_Output, list[np.ndarray[Any, Any]]]:
+    """Runs a host computation on NumPy or concrete JAX arrays, with random numbers of a seed.
+
+    If torch requires int64, int32 tensors are passed as int64, as in a trace.
+    """
+    # Converted before the lock is taken, since an array may wait for another callback.
+    tensors, expected = [to_torch(x) for x in arrays], [np.asarray(x) for x in expected]
+    number = None if seed is None else np.array(seed).view(np.uint64).item()
+    with (
+        _lock,
+        torch.random.fork_rng(devices=[]),
+        torch.inference_mode(False),
+        torch.enable_grad(),
+        torch.autocast("cpu", *code.forward.autocast),
+    ):
+        try:
+            result = _run(code, tensors, expected, number)
+        except (TypeError, ValueError, RuntimeError, AssertionError, IndexError) as error:
+            if not names_int64(error) or not any(x.dtype == torch.int32 for x in tensors):
+                raise
+            tensors = [x.long() if x.dtype == torch.int32 else x for x in tensors]
+            result = _run(code, tensors, expected, number)
+        output = _Output(result.template, [tensor_spec(x) for x in result.leaves])
+        return output, [to_numpy(x) for x in result.leaves]
+
+
+def _run(code: _HostCode, tensors: Any, expected: Sequence[Any], seed: int | None) -> FlatTensors:
+    torch.manual_seed(seed or 0)
+    state = torch.get_rng_state()
+    leaves = [x.clone().requires_grad_(flag) for x, flag in zip(tensors, code.requires_grad, strict=True)]
+    result = code.evaluate(leaves, expected)
+    if seed is None and not torch.equal(state, torch.get_rng_state()):
+        raise TranslationError(missing_key_message(code.name, code.forward.definition))
+    return result
+
+
+def _call(code: _HostCode, arrays: Sequence[Any], expected: Sequence[Any], key: Any) -> FlatTensors:
+    """Runs a host computation on JAX arrays, by a callback if one is traced."""
+    operands = list(arrays), list(expected), None if key is None else jax.random.bits(key, (2,), np.uint32)
+    if not any(isinstance(x, Tracer) for x in jax.tree_util.tree_leaves(operands)):
+        output, values = _evaluate(code, *operands)
+        code.output = output
+        results = [jnp.asarray(_cast(x, jax_dtype(s.dtype))) for x, s in zip(values, output.specs, strict=True)]
+        return FlatTensors(results, output.template)
+    output = code.output or code.forward.infer_output()
+    types = [jax.ShapeDtypeStruct(x.shape, jax_dtype(x.dtype)) for x in output.specs]
+
+    def callback(*operands: Any) -> list[Any]:
+        try:
+            actual, values = _evaluate(code, *operands)
+            if actual != output:
+                raise TranslationError(
+                    f"the output is {actual} for these values, and was {output} for others. JAX must know shapes and "
+                    "types before the callback runs: call it outside jax.jit"
+                )
+            return [_cast(x, t.dtype) for x, t in zip(values, types, strict=True)]
+        except Exception as error:
+            frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)][::-1]
+            raise RuntimeError(f"{code.name}: {type(error).__name__}: {error}{source_line(frames)}") from error
+
+    results = jax.pure_callback(callback, types, *operands, vmap_method="sequential")
+    for operand in jax.tree_util.tree_leaves(operands):
+        results = [pcast_like(x, jax.typeof(operand)) for x in results]
+    return FlatTensors(results, output.template)
+
+
+def _cast(values: np.ndarray[Any, Any], dtype: np.dtype[Any]) -> np.ndarray[Any, Any]:
+    cast = values.astype(dtype, copy=False)
+    if dtype.kind in "iu" and not np.array_equal(cast, values):
+        raise OverflowError("an output has integers that need 64 bits: jax.config.update('jax_enable_x64', True)")
+    return cast
+
+
+class _HostDerivative(Function):
+    """A `HostGradient` on JAX, whose derivative is the `HostGradient` of it."""
+
+    @staticmethod
+    def forward(ctx: FunctionCtx, code: HostGradient, key: Any, expected: tuple[Any, ...], *arrays: Any) -> Any:
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(*arrays, *expected)
+        vars(ctx).update(code=code, key=key, num_arrays=len(arrays))
+        return tuple(_call(code, arrays, expected, key).leaves)
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Any) -> Any:
+        arrays, expected = ctx.saved_tensors[: ctx.num_arrays], ctx.saved_tensors[ctx.num_arrays :]
+        flags = [flag and is_inexact(x.dtype) for flag, x in zip(ctx.needs_input_grad[3:], arrays, strict=True)]
+        return None, None, None, *_gradients(ctx.code, flags, arrays, expected, ctx.key, grad_outputs)
+
+
+def _gradients(
+    of: _HostCode, flags: Sequence[bool], arrays: Sequence[Any], expected: Any, key: Any, gradients: Sequence[Any]
+) -> list[Any]:
+    """Returns the gradient of each of the arrays, `None` for those that are not flagged."""
+    has_gradient = [gradient is not None for gradient in gradients]
+    if not any(flags) or not any(has_gradient):
+        return [None] * len(flags)
+    specs = [TensorSpec(x.shape, torch_dtype(x.dtype)) for x in _where(flags, arrays)]
+    code = HostGradient(of, flags, has_gradient, _Output([Slot(i) for i in range(len(specs))], specs))
+    found = iter(_HostDerivative.apply(code, key, tuple(expected), *arrays, *_where(has_gradient, gradients)))
+    return [next(found) if flag else None for flag in flags]
+
+
+class HostAdapter(FunctionAdapter):
+    """The methods of a torch Function, which torch runs on the host if they cannot be traced."""
+
+    uses_vmap = False  # `jax.vmap` of a callback is a loop.
+
+    def __init__(self, definition: Definition) -> None:
+        super().__init__(definition)
+        self._hosts = LRUCache[HostForward](_MAX_HOST_CALLS)
+
+    def forward(self, ctx: FunctionCtx, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Runs `forward`, translated or on the host."""
+        state = ctx_state(ctx)
+        others = {name: value for name, value in kwargs.items() if name != self.definition.key_name}
+        arguments = flatten_tensors((args, others), is_array_leaf)
+        arrays = [as_array(x) for x in arguments.leaves]
+        flags = self._flags(state.names.names, state.needs_input_grad)
+        host = self._find_host(arguments.template, [self._spec(x) for x in arrays], flags)
+        if not host.is_needed:
+            return super().forward(ctx, args, kwargs)
+        key = kwargs[self.definition.key_name]
+        results, template = _call(host, arrays, (), key)
+        ctx.needs_input_grad  # noqa: B018 - jaxfn runs forward again where more inputs need a gradient
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(*arrays, *results)
+        vars(ctx).update(traced=host, template=template, key=key)
+        return unflatten_tensors(template, results)
+
+    def backward(self, ctx: Any, grad_outputs: Sequence[Any]) -> tuple[Any, ...]:
+        """Runs `backward`, translated or on the host."""
+        host = ctx.traced
+        if not isinstance(host, HostForward):
+            return super().backward(ctx, grad_outputs)
+        names = ctx_state(ctx).names.names
+        flags = host.flags_of_tensors(self._flags(names, tuple(ctx.needs_input_grad)))
+        arrays, expected = ctx.saved_tensors[: len(host.input_specs)], ctx.saved_tensors[len(host.input_specs) :]
+        found = _gradients(host, flags, arrays, expected, ctx.key, self._of_tensors(ctx.template, grad_outputs))
+        args, kwargs = host.arguments
+        values = (*args, *kwargs.values())
+        gradients = [unflatten_tensors(value, found) if slots(value) else None for value in values]
+        return tuple(self._gradients_of_inputs(gradients, host.arguments, names))
+
+    def jvp(self, ctx: Any, tangents: Sequence[Any]) -> Any:
+        """Runs `jvp`, which must be translated."""
+        if isinstance(ctx.traced, HostForward):
+            raise TranslationError(f"{self.definition.name}.jvp is not called on the host: use reverse mode")
+        return super().jvp(ctx, tangents)
+
+    def _of_tensors(self, template: Any, grad_outputs: Sequence[Any]) -> list[Any]:
+        """Returns the gradient of each tensor of an output, or `None`, from one for each output."""
+        found: list[Any] = [None] * len(slots(template))
+        outputs: tuple[Any, ...] = template if isinstance(template, tuple) else (template,)
+        for i, (output, gradient) in enumerate(zip(outputs, grad_outputs, strict=True)):
+            if isinstance(output, Slot):
+                found[output.index] = gradient
+            elif any(x is not None for x in jax.tree_util.tree_leaves(gradient)):
+                raise TranslationError(
+                    f"{self.definition.name}.forward returned tensors inside a {type(output).__name__} as output {i}, "
+                    "which torch does not differentiate. Return a tuple of tensors"
+                )
+        return found
+
+    def _find_host(self, arguments: Any, specs: Sequence[TensorSpec], flags: tuple[bool, ...]) -> HostForward:
+        """Returns the host computation for these arguments, which is not needed if they can be traced."""
+        key = static_key(torch_tree.tree_map(_by_identity, arguments)), tuple(specs), torch_settings_key()
+        host = self._hosts.get(key, lambda host: host.flags == flags)
+        if host is None:
+            host = self._new_host(arguments, specs, flags)
+            self._hosts.put(key, host)
+        other = self._hosts.get(key, lambda other: other.output is not None)
+        host.output = host.output or (other and other.output)
+        return host
+
+    def _new_host(self, arguments: Any, specs: Sequence[TensorSpec], flags: tuple[bool, ...]) -> HostForward:
+        host = HostForward(self.definition, arguments, specs, flags)
+        try:
+            traced = self.trace_forward(arguments, specs, flags)
+            output = flatten_tensors(traced.output, lambda leaf: isinstance(leaf, Slot))
+            types = [traced.specs[slot.index]._replace(strides_source=None) for slot in output.leaves]
+            host.output = _Output(output.template, [*types, TensorSpec((), torch.float32)])
+            backward = traced.full_backward()
+            host.is_needed = bool(traced.unsupported or (backward is not None and backward.unsupported))
+        except Exception:  # torch raises it again on the host, if it has another reason than the trace.
+            pass
+        return host
+
+
+def _by_identity(leaf: Any) -> Any:
+    """Returns a leaf of a template if it is compared by its value, and else a key that compares by identity."""
+    try:
+        static_key(leaf)
+    except TypeError:
+        return IdentityKey(leaf)
+    return leaf
+
+
+def _observed(definition: Definition, create_graph: bool, checksums: list[torch.Tensor]) -> Any:
+    """Returns a subclass of a torch Function that appends a checksum of ctx to a list.
+
+    If `create_graph`, values that autograd takes for constants raise an error.
+    """
+    function, reads = definition.original, _ValueReads()
+
+    def observe(ctx: Any, known: Sequence[Any]) -> None:
+        values = torch_tree.tree_leaves([ctx.to_save, vars(ctx)])
+        checksums.append(_checksum(values))
+        identities = {id(x) for x in torch_tree.tree_leaves(known)}
+        for value in values if create_graph else ():
+            is_intermediate = _is_inexact(value) or (reads.has_read and isinstance(value, _FRACTIONS))
+            if is_intermediate and id(value) not in identities:
+                raise NotImplementedError(
+                    f"{definition.name}.forward stores an intermediate on ctx, which is a constant to the second "
+                    "derivative in torch. Save inputs or outputs, and compute the rest in backward"
+                )
+
+    def forward(*args: Any) -> Any:
+        with reads:
+            output = function.forward(*args)
+        if not definition.has_setup_context:
+            observe(args[0], [*args[1:], output])
+        return output
+
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        with reads:
+            function.setup_context(ctx, inputs, output)
+        observe(ctx, [inputs, output])
+
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        with _ValueReads() as reads:
+            returned = method(ctx, *gradients)
+        if reads.has_read:
+            raise NotImplementedError(
+                f"{definition.name}.backward reads values of tensors as numbers or NumPy arrays, which are constants "
+                "to the second derivative. Compute with tensors there"
+            )
+        return returned
+
+    method: Any = definition.backward
+    methods: dict[str, Any] = {"forward": forward}
+    if definition.has_setup_context:
+        methods["setup_context"] = setup_context
+    if create_graph:
+        methods["vjp" if function.backward is torch.autograd.Function.backward else "backward"] = backward
+    return type(definition.name, (function,), {name: staticmethod(value) for name, value in methods.items()})
+
+
+class _ValueReads(TorchFunctionMode):
+    """Records whether values of floating-point tensors leave torch, where autograd does not follow them."""
+
+    has_read = False
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if getattr(func, "__name__", "") in _READS and _is_inexact(args[0]):
+            self.has_read = True
+        return func(*args, **(kwargs or {}))
+
+
+def _is_inexact(value: object) -> bool:
+    return isinstance(value, torch.Tensor) and _is_inexact_dtype(value.dtype)
+
+
+def _is_inexact_dtype(dtype: torch.dtype) -> bool:
+    return dtype.is_floating_point or dtype.is_complex
+
+
+def _checksum(values: Sequence[Any]) -> torch.Tensor:
+    """Returns a number that is different for other values of numbers, tensors and NumPy arrays."""
+    vectors = [torch.zeros(1, dtype=torch.float64)]
+    for value in values:
+        if isinstance(value, (int, *_FRACTIONS)):
+            value = torch.as_tensor(value)
+        if isinstance(value, torch.Tensor) and value.layout is torch.strided:
+            vectors.append(torch.view_as_real(value.detach().to(torch.complex128)).reshape(-1))
+    numbers = torch.cat(vectors)
+    return (numbers * torch.arange(len(numbers)).cos()).sum().float()
+
+
+def _is_close(result: torch.Tensor, expected: np.ndarray[Any, Any]) -> bool:
+    """Whether two runs of `forward` returned equal values, up to the rounding of sums in another order."""
+    values = to_numpy(result).astype(expected.dtype, copy=False)
+    if values.shape != expected.shape or not is_inexact(expected.dtype):
+        return np.array_equal(values, expected)
+    first, second = values.astype(np.complex128), expected.astype(np.complex128)
+    tolerance = float(jnp.finfo(expected.dtype).eps) ** 0.5
+    scale = np.abs(second[np.isfinite(second)]).max(initial=0)
+    return np.allclose(first, second, tolerance, tolerance * scale, equal_nan=True)
+
+
+class _OperationLimit(TorchDispatchMode):
+    """Raises an error after many operations, in a loop that may not end."""
+
+    _count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self._count += 1
+        if self._count > _MAX_EXAMPLE_OPERATIONS:
+            raise RuntimeError(f"no end after {_MAX_EXAMPLE_OPERATIONS} operations")
+        return func(*args, **(kwargs or {}))
+
+
+def _example(spec: TensorSpec, i: int) -> np.ndarray[Any, Any]:
+    """Returns an array that is increasing, constant, decreasing or of both signs; integers, perhaps indices, are 0."""
+    ramp = torch.linspace(0.1, 0.9, int(np.prod(spec.shape)))
+    values = (ramp, torch.full_like(ramp, 0.5), ramp.flip(0), torch.sin(37 * ramp))[i]
+    return to_numpy(values.reshape(spec.shape).to(spec.dtype))
