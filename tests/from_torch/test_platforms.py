@@ -75,7 +75,11 @@ OTHERS: dict[str, Case] = {
     "reflection": (lambda x: F.pad(x, (2, 1, -1, 3), mode="reflect"), ((2, 3, 5, 4),)),
     "only the left edge": (lambda x: F.pad(x, (4, -5), mode="replicate"), ((2, 3, 3),)),
     "index_select": (lambda x: x.index_select(1, torch.tensor([2, 0, 2])), ((2, 3, 4),)),
+    "cumsum": (lambda x: x.cumsum(1), ((2, 5, 3),)),
+    "cumprod": (lambda x: x.cumprod(-1), ((2, 5, 3),)),
     "logcumsumexp": (lambda x: x.logcumsumexp(1), ((2, 5, 3),)),
+    "cummax": (lambda x: x.cummax(1)[0], ((2, 5, 3),)),
+    "cummin": (lambda x: x.cummin(-1)[0], ((2, 3, 5),)),
     "topk": (lambda x: x.topk(2, 1, largest=False)[0], ((3, 17, 2),)),
 }
 CASES = CONVOLUTIONS | POOLINGS | OTHERS
@@ -227,3 +231,27 @@ def test_order_of_equal_and_missing_values_is_that_of_torch(dtype: str, descendi
     np.testing.assert_array_equal(order, expected)
     np.testing.assert_array_equal(best, expected[:, :2])
     np.testing.assert_array_equal(first, extreme(tensor, 1)[1])
+
+
+@pytest.mark.parametrize("name", ["cumsum", "cumprod", "logcumsumexp", "cummax", "cummin"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int32", "bool"])
+def test_cumulative_results_of_every_dtype_and_of_short_axes_are_those_of_torch(name: str, dtype: str) -> None:
+    if name == "logcumsumexp" and dtype in ("int32", "bool"):
+        pytest.skip("torch has no logcumsumexp of integers")
+
+    def both(x: Any) -> Any:
+        return [getattr(torch, name)(y, dim) for y in (x, x[:, :1], x[:, :0]) for dim in (1, -1)]
+
+    values = np.asarray(VALUES if "float" in dtype else np.nan_to_num(VALUES, posinf=7, neginf=-7), "float32")
+    if name in ("cumprod", "logcumsumexp"):  # of which JAX and torch round differently
+        values = np.nan_to_num(values, posinf=2, neginf=-2)
+    x = torch.tensor(values.reshape(2, 4, 3)).to(getattr(torch, dtype))
+    got = jax.tree.leaves(jax.jit(jaxfn.from_torch(both))(jnp.asarray(x.float().numpy(), dtype)))
+    for g, w in zip(got, torch.utils._pytree.tree_leaves(both(x)), strict=True):
+        result = torch.tensor(np.asarray(g, "float64"))
+        torch.testing.assert_close(result, w.double(), equal_nan=True, rtol=1e-6, atol=1e-6)
+
+
+def test_sums_are_accumulated_in_double_precision() -> None:
+    x = np.float32([[1e8, 1, -1e8]])
+    np.testing.assert_array_equal(jax.jit(jaxfn.from_torch(lambda x: x.cumsum(1)))(x), [[1e8, 1e8, 1]])

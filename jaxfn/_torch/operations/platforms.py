@@ -30,6 +30,11 @@ def by_platform(on_cpu: Formulation, elsewhere: Formulation, *operands: Array) -
       elsewhere: The function on every other platform.
       operands: Arrays.
     """
+    return lower_by_platform(on_cpu, elsewhere, *operands)
+
+
+def lower_by_platform(on_cpu: Callable[..., Any], elsewhere: Callable[..., Any], *operands: Array) -> Any:
+    """Computes `by_platform` with JAX's derivative, for results of any structure."""
     if any(map(is_sharded, operands)):
         return elsewhere(*operands)
     return lax.platform_dependent(*operands, cpu=on_cpu, default=elsewhere)

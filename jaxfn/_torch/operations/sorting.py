@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -13,7 +13,7 @@ from jax import Array, lax
 
 from jaxfn._mesh_types import pcast_like
 from jaxfn._torch.operations.dims import vector
-from jaxfn._torch.operations.platforms import by_platform
+from jaxfn._torch.operations.platforms import by_platform, lower_by_platform
 from jaxfn._torch.operations.promotion import is_inexact
 from jaxfn._torch.operations.reductions import cast_for_accumulation, take_extreme
 from jaxfn._torch.operations.table import operation, register_all
@@ -126,36 +126,107 @@ register_all(
 )
 
 
-def apply_cumulative(function: Callable[..., Array], x: Array, dim: int, *, dtype: Any = None) -> Array:
-    """Applies a function such as `jnp.cumsum` along an axis."""
-    return function(vector(cast_for_accumulation(x, dtype)), dim).reshape(x.shape)
+# ---------------------------------------------------------------------------------------------- cumulative operations
+#
+# On a CPU these are loops along the axis, which run and compile faster than XLA's scans in log(n) passes.
+
+# Takes the states, a row of every array, and its index; returns the new states and a row of every result.
+_Step = Callable[[Sequence[Array], Sequence[Array], Array], tuple[Sequence[Array], Sequence[Array]]]
+
+
+def _loop(step: _Step, initial: Sequence[Any], axis: int, *arrays: Array) -> list[Array]:
+    """Applies `step` to the rows along an axis. The initial states are scalars."""
+    rows = [jnp.moveaxis(x, axis, 0) for x in arrays]
+    shape, aval = rows[0].shape[1:], jax.typeof(rows[0])
+    states = [pcast_like(jnp.broadcast_to(value, shape), aval) for value in initial]
+    numbered = [*rows, lax.iota(np.int32, len(rows[0]))]
+    results = lax.scan(lambda states, row: step(states, row[:-1], row[-1]), states, numbered)[1]
+    return [jnp.moveaxis(y, 0, axis) for y in results]
+
+
+def cumulative(
+    combine: Callable[..., Array],
+    neutral: float,
+    elsewhere: Callable[..., Array],
+    x: Array,
+    dim: int,
+    *,
+    dtype: Any = None,
+) -> Array:
+    """Applies `elsewhere`, such as `jnp.cumsum`, along an axis; on a CPU, `combine` to one row after the other."""
+    flat = vector(cast_for_accumulation(x, dtype))
+    axis = dim % flat.ndim
+
+    def on_cpu(x: Array) -> Array:
+        # Sums are in double precision, as in torch, since their terms may cancel.
+        inside = jnp.promote_types(x.dtype, np.float64) if combine is lax.add and is_inexact(x) else x.dtype
+
+        def step(totals: Sequence[Array], rows: Sequence[Array], _: Array) -> tuple[list[Array], list[Array]]:
+            total = combine(totals[0], rows[0].astype(inside))
+            return [total], [total.astype(x.dtype)]
+
+        with jax.enable_x64(True):
+            return _loop(step, [np.asarray(neutral, inside)], axis, x)[0]
+
+    return by_platform(on_cpu, partial(elsewhere, axis=axis), flat).reshape(x.shape)
 
 
 @operation("aten.logcumsumexp")
 def logcumsumexp(x: Array, dim: int) -> Array:
-    flat = vector(x)
-    scan = partial(lax.associative_scan, jnp.logaddexp, axis=dim)
-    reduction = partial(lax.cumlogsumexp, axis=dim % flat.ndim)
-    return (scan(flat) if jnp.iscomplexobj(x) else by_platform(scan, reduction, flat)).reshape(x.shape)
+    elsewhere = partial(lax.associative_scan, jnp.logaddexp) if jnp.iscomplexobj(x) else lax.cumlogsumexp
+    return cumulative(jnp.logaddexp, -np.inf, elsewhere, x, dim)
 
 
 def cumulative_extreme(better: Callable[..., Array], x: Array, dim: int) -> tuple[Array, Array]:
     """Returns the best element so far, the last one of equals, and its index; NaN from the first NaN on."""
     flat = vector(x)
+    axis = dim % flat.ndim
+    dtype = jax.dtypes.canonicalize_dtype(np.int64)
 
-    def later(first: tuple[Array, Array], second: tuple[Array, Array]) -> tuple[Array, Array]:
+    def later(first: Sequence[Array], second: Sequence[Array]) -> list[Array]:
         wins = better(second[0], first[0]) | (second[0] != second[0])
-        return jnp.where(wins, second[0], first[0]), jnp.where(wins, second[1], first[1])
+        return [jnp.where(wins, *pair) for pair in zip(second, first, strict=True)]
 
-    indices = lax.broadcasted_iota(int, flat.shape, dim % flat.ndim)
-    order = lax.associative_scan(later, (lax.stop_gradient(flat), indices), axis=dim % flat.ndim)[1]
-    return jnp.take_along_axis(flat, order, dim).reshape(x.shape), order.reshape(x.shape)
+    def step(best: Sequence[Array], rows: Sequence[Array], k: Array) -> tuple[list[Array], list[Array]]:
+        here = [rows[0], jnp.full_like(best[1], k)]
+        best = [jnp.where(k == 0, *pair) for pair in zip(here, later(best, here), strict=True)]
+        return best, best
+
+    def elsewhere(x: Array) -> list[Array]:
+        # The sum is sharded like `x`, as `jnp.where` requires.
+        indices = lax.full_like(x, 0, dtype) + lax.broadcasted_iota(dtype, x.shape, axis)
+        order = lax.associative_scan(later, (x, indices), axis=axis)[1]
+        return [jnp.take_along_axis(x, order, axis), order]
+
+    on_cpu = partial(_loop, step, [np.zeros((), flat.dtype), np.zeros((), dtype)], axis)
+    values, order = lower_by_platform(on_cpu, elsewhere, lax.stop_gradient(flat))
+    values = _best_so_far(axis, flat, values, order) if is_inexact(flat) else values
+    return values.reshape(x.shape), order.reshape(x.shape)
+
+
+@partial(jax.custom_jvp, nondiff_argnums=(0,))
+def _best_so_far(axis: int, x: Array, values: Array, order: Array) -> Array:
+    """Returns `values`, the elements of `x` at the indices `order`, which determine its derivative."""
+    return values
+
+
+@_best_so_far.defjvp
+def _best_so_far_jvp(axis: int, primals: tuple[Array, ...], tangents: tuple[Array, ...]) -> tuple[Array, Array]:
+    def step(tangent: Sequence[Array], rows: Sequence[Array], k: Array) -> tuple[list[Array], list[Array]]:
+        tangent = [jnp.where(rows[1] == k, rows[0], tangent[0])]
+        return tangent, tangent
+
+    def on_cpu(tangent: Array, order: Array) -> Array:
+        return _loop(step, [np.zeros((), tangent.dtype)], axis, tangent, order)[0]
+
+    elsewhere = partial(jnp.take_along_axis, axis=axis)
+    return _best_so_far(axis, *primals), by_platform(on_cpu, elsewhere, tangents[0], primals[2])
 
 
 register_all(
     {
-        "aten.cumsum": partial(apply_cumulative, jnp.cumsum),
-        "aten.cumprod": partial(apply_cumulative, jnp.cumprod),
+        "aten.cumsum": partial(cumulative, lax.add, 0, jnp.cumsum),
+        "aten.cumprod": partial(cumulative, lax.mul, 1, jnp.cumprod),
         "aten.cummax": partial(cumulative_extreme, jnp.greater_equal),
         "aten.cummin": partial(cumulative_extreme, jnp.less_equal),
     }
