@@ -18,15 +18,14 @@ import jax.numpy as jnp
 import numpy as np
 import torch
 from jax.core import Tracer
-from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as torch_tree
 
 from jaxfn._context import FunctionCtx, ctx_state
 from jaxfn._function import Function
 from jaxfn._mesh_types import pcast_like
-from jaxfn._torch._compat import TorchDispatchMode
 from jaxfn._torch.convert.definition import Definition
 from jaxfn._torch.convert.function_class import FunctionAdapter
+from jaxfn._torch.convert.host_checks import TorchCalls, is_close, observed_class
 from jaxfn._torch.convert.traced_code import TensorSpec, missing_key_message, names_int64, tensor_spec
 from jaxfn._torch.graph.source_lines import source_line
 from jaxfn._torch.values.arrays import jax_dtype, to_numpy, to_torch, torch_dtype
@@ -37,11 +36,8 @@ from jaxfn._tree import Opaque, as_array, is_array_leaf, is_inexact
 
 _MAX_HOST_CALLS = 256
 _NUM_EXAMPLES = 4
-# More operations than this in `forward`, on example values, count as a loop that does not end.
-_MAX_EXAMPLE_OPERATIONS = 20_000
-# The functions by which Python code reads values of tensors that autograd does not follow.
-_READS = ("item", "tolist", "numpy", "__array__", "__float__", "__complex__", "data_ptr", "__dlpack__")
-_FRACTIONS = (float, complex, np.ndarray, np.generic)
+# More calls of torch than these in `forward`, on example values, count as a loop that does not end.
+_MAX_EXAMPLE_CALLS = 20_000
 # torch's generator of random numbers belongs to the process.
 _lock = threading.RLock()
 
@@ -87,7 +83,7 @@ class HostForward(Opaque):
         args, kwargs = self.arguments
         values = zip((*args, *kwargs.values()), flags, strict=True)
         of_tensors = [flag for value, flag in values for _ in slots(value)]
-        return [flag and _is_inexact_dtype(x.dtype) for flag, x in zip(of_tensors, self.input_specs, strict=True)]
+        return [flag and is_inexact(jax_dtype(x.dtype)) for flag, x in zip(of_tensors, self.input_specs, strict=True)]
 
     def evaluate(self, tensors: Sequence[torch.Tensor], expected: Sequence[Any] = ()) -> FlatTensors:
         """Computes the result of a callback."""
@@ -101,7 +97,7 @@ class HostForward(Opaque):
         Raises an error if `create_graph` and that graph would lack the derivative of a value that `forward` computed.
         """
         results = self._apply(tensors, create_graph).leaves
-        if not (len(results) == len(expected) and all(map(_is_close, results, expected))):
+        if not (len(results) == len(expected) and all(map(is_close, results, expected))):
             raise TranslationError(
                 f"{self.name} runs again for the gradient, on equal inputs, and returned something else, or stored "
                 "something else on ctx. With fallback='callback' it may depend on its arguments and on torch's random "
@@ -118,7 +114,7 @@ class HostForward(Opaque):
             bound = inspect.signature(self.definition.original.forward).bind(*ctx, *args, **kwargs)
             bound.apply_defaults()
             args, kwargs = bound.args[len(ctx) :], bound.kwargs
-        output = _observed(self.definition, create_graph, checksums).apply(*args, **kwargs)
+        output = observed_class(self.definition, create_graph, checksums).apply(*args, **kwargs)
         leaves, template = flatten_tensors(output)
         return FlatTensors([*leaves, *checksums], template)
 
@@ -139,7 +135,7 @@ class HostForward(Opaque):
 
     def _example_output(self, i: int) -> _Output | Exception:
         try:
-            with _OperationLimit():
+            with TorchCalls(_MAX_EXAMPLE_CALLS):
                 return _evaluate(self, [_example(spec, i) for spec in self.input_specs], (), np.zeros(2, np.uint32))[0]
         except Exception as error:
             return error
@@ -230,7 +226,7 @@ def _evaluate(code: _HostCode, arrays: Any, expected: Any, seed: Any) -> tuple[_
 
 
 def _run(code: _HostCode, tensors: Any, expected: Sequence[Any], seed: int | None) -> FlatTensors:
-    torch.manual_seed(seed or 0)
+    torch.default_generator.manual_seed(seed or 0)
     state = torch.get_rng_state()
     leaves = [x.clone().requires_grad_(flag) for x, flag in zip(tensors, code.requires_grad, strict=True)]
     result = code.evaluate(leaves, expected)
@@ -399,110 +395,6 @@ def _by_identity(leaf: Any) -> Any:
     except TypeError:
         return IdentityKey(leaf)
     return leaf
-
-
-def _observed(definition: Definition, create_graph: bool, checksums: list[torch.Tensor]) -> Any:
-    """Returns a subclass of a torch Function that appends a checksum of ctx to a list.
-
-    If `create_graph`, values that autograd takes for constants raise an error.
-    """
-    function, reads = definition.original, _ValueReads()
-
-    def observe(ctx: Any, known: Sequence[Any]) -> None:
-        values = torch_tree.tree_leaves([ctx.to_save, vars(ctx)])
-        checksums.append(_checksum(values))
-        identities = {id(x) for x in torch_tree.tree_leaves(known)}
-        for value in values if create_graph else ():
-            is_intermediate = _is_inexact(value) or (reads.has_read and isinstance(value, _FRACTIONS))
-            if is_intermediate and id(value) not in identities:
-                raise NotImplementedError(
-                    f"{definition.name}.forward stores an intermediate on ctx, which is a constant to the second "
-                    "derivative in torch. Save inputs or outputs, and compute the rest in backward"
-                )
-
-    def forward(*args: Any) -> Any:
-        with reads:
-            output = function.forward(*args)
-        if not definition.has_setup_context:
-            observe(args[0], [*args[1:], output])
-        return output
-
-    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        with reads:
-            function.setup_context(ctx, inputs, output)
-        observe(ctx, [inputs, output])
-
-    def backward(ctx: Any, *gradients: Any) -> Any:
-        with _ValueReads() as reads:
-            returned = method(ctx, *gradients)
-        if reads.has_read:
-            raise NotImplementedError(
-                f"{definition.name}.backward reads values of tensors as numbers or NumPy arrays, which are constants "
-                "to the second derivative. Compute with tensors there"
-            )
-        return returned
-
-    method: Any = definition.backward
-    methods: dict[str, Any] = {"forward": forward}
-    if definition.has_setup_context:
-        methods["setup_context"] = setup_context
-    if create_graph:
-        methods["vjp" if function.backward is torch.autograd.Function.backward else "backward"] = backward
-    return type(definition.name, (function,), {name: staticmethod(value) for name, value in methods.items()})
-
-
-class _ValueReads(TorchFunctionMode):
-    """Records whether values of floating-point tensors leave torch, where autograd does not follow them."""
-
-    has_read = False
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if getattr(func, "__name__", "") in _READS and _is_inexact(args[0]):
-            self.has_read = True
-        return func(*args, **(kwargs or {}))
-
-
-def _is_inexact(value: object) -> bool:
-    return isinstance(value, torch.Tensor) and _is_inexact_dtype(value.dtype)
-
-
-def _is_inexact_dtype(dtype: torch.dtype) -> bool:
-    return dtype.is_floating_point or dtype.is_complex
-
-
-def _checksum(values: Sequence[Any]) -> torch.Tensor:
-    """Returns a number that is different for other values of numbers, tensors and NumPy arrays."""
-    vectors = [torch.zeros(1, dtype=torch.float64)]
-    for value in values:
-        if isinstance(value, (int, *_FRACTIONS)):
-            value = torch.as_tensor(value)
-        if isinstance(value, torch.Tensor) and value.layout is torch.strided:
-            vectors.append(torch.view_as_real(value.detach().to(torch.complex128)).reshape(-1))
-    numbers = torch.cat(vectors)
-    return (numbers * torch.arange(len(numbers)).cos()).sum().float()
-
-
-def _is_close(result: torch.Tensor, expected: np.ndarray[Any, Any]) -> bool:
-    """Whether two runs of `forward` returned equal values, up to the rounding of sums in another order."""
-    values = to_numpy(result).astype(expected.dtype, copy=False)
-    if values.shape != expected.shape or not is_inexact(expected.dtype):
-        return np.array_equal(values, expected)
-    first, second = values.astype(np.complex128), expected.astype(np.complex128)
-    tolerance = float(jnp.finfo(expected.dtype).eps) ** 0.5
-    scale = np.abs(second[np.isfinite(second)]).max(initial=0)
-    return np.allclose(first, second, tolerance, tolerance * scale, equal_nan=True)
-
-
-class _OperationLimit(TorchDispatchMode):
-    """Raises an error after many operations, in a loop that may not end."""
-
-    _count = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self._count += 1
-        if self._count > _MAX_EXAMPLE_OPERATIONS:
-            raise RuntimeError(f"no end after {_MAX_EXAMPLE_OPERATIONS} operations")
-        return func(*args, **(kwargs or {}))
 
 
 def _example(spec: TensorSpec, i: int) -> np.ndarray[Any, Any]:
