@@ -18,6 +18,7 @@ import numpy as np
 from jaxfn._gradcheck.compare import rows_of_columns
 from jaxfn._gradcheck.evaluation.batches import BATCH_BYTES, as_rows, differences, points
 from jaxfn._gradcheck.evaluation.execution import ExecutionMode
+from jaxfn._gradcheck.evaluation.operations import by_operations
 from jaxfn._gradcheck.evaluation.vectors import Arrays, Basis, bases, random_vectors
 from jaxfn._gradcheck.problem.derivatives import (
     ADMode,
@@ -60,6 +61,19 @@ class Findings:
     matches_autodiff: bool = False
     is_nan: bool = False
 
+    @property
+    def are_complete(self) -> bool:
+        """Whether the checks have passed and no further comparison is needed."""
+        return not self.problems and self.autodiff_agrees and self.matches_autodiff
+
+
+@dataclass
+class _Variants:
+    """Derivatives with one undefined vector, or of one input, by its index; and the problems of computing them."""
+
+    derivatives: dict[int, Derivative] = field(default_factory=dict[int, Derivative])
+    problems: list[str] = field(default_factory=list[str])
+
 
 @dataclass(frozen=True)
 class PropertyChecks:
@@ -90,15 +104,13 @@ class PropertyChecks:
     def run(self, execution: ExecutionMode) -> Findings:
         """Runs all property checks."""
         d = self.mode
-        found = Findings()
         first, second = random_vectors(d.seed_leaves, 1), random_vectors(d.seed_leaves, 2)
-        unknown = self.derivatives.has_unknown_code  # otherwise these derivatives are those that are evaluated anyway
-        missing = self._without_one(first, found) if unknown and self.undefined and len(d.seed_leaves) > 1 else {}
-        alone = self._with_one_input(first, found) if unknown and not d.is_forward and len(d.result_leaves) > 1 else {}
+        found = Findings([*self._without_one.problems, *self._with_one_input.problems])
         a, b = _COMBINATION
         mixed = [a * u + b * v for u, v in zip(first, second, strict=True)]
+        missing = self._without_one.derivatives
         vectors = [first, second, mixed, list(map(np.zeros_like, first)), *(_without(first, i) for i in missing)]
-        results, rerun = self._run_twice(execution, vectors, list(missing.values()), list(alone.values()))
+        results, rerun = self._run_twice(execution, vectors)
         found.outputs = _outputs(results)
         found.autodiff_agrees = self._autodiff_agrees(results)
         found.problems += self._is_deterministic(results, rerun)
@@ -110,14 +122,12 @@ class PropertyChecks:
             return found
         found.problems += self._has_one_value(results)
         found.problems += self._is_linear(results)
-        found.problems += self._takes_undefined(results, list(missing))
-        found.problems += self._respects_flags(results, list(alone))
+        found.problems += self._takes_undefined(results)
+        found.problems += self._respects_flags(results)
         found.matches_autodiff = self._matches_autodiff(results)
         return found
 
-    def _run_twice(
-        self, execution: ExecutionMode, vectors: Sequence[Arrays], missing: list[Derivative], alone: list[Derivative]
-    ) -> list[dict[str, Any]]:
+    def _run_twice(self, execution: ExecutionMode, vectors: Sequence[Arrays]) -> list[dict[str, Any]]:
         """Evaluates everything that the checks need, twice, with one executable."""
         d = self.derivatives
         samples = self._samples
@@ -132,8 +142,8 @@ class PropertyChecks:
             "autodiff": [d.forward.reference] if samples else [],
             "rule": self.mode.rule,
             "retraced": [] if self.mode.retraced is None else [self.mode.retraced],
-            "missing": missing,
-            "alone": alone,
+            "missing": list(self._without_one.derivatives.values()),
+            "alone": list(self._with_one_input.derivatives.values()),
         }
         at_points = execution
         if execution is ExecutionMode.VECTORIZED and len(all_points[0]) * bytes_per_call(d.target) > self.max_memory:
@@ -156,6 +166,9 @@ class PropertyChecks:
 
         batch = [np.stack(items) for items in zip(*vectors, strict=True)]
         batch, samples = _appended(batch, seeds), _appended(samples, columns)
+        if execution is ExecutionMode.OPERATIONS:
+            sizes = [len(arrays[0]) for arrays in (batch, all_points, samples) if arrays]
+            functions = by_operations(functions, max(sizes))
         args = functions, list(self.xs), vectors[0], batch, all_points, samples
         executable = execution.prepare(run, *args)
         return [executable.start(*args)() for _ in range(2)]
@@ -202,23 +215,28 @@ class PropertyChecks:
                 )
         return problems
 
-    def _takes_undefined(self, r: Any, missing: Sequence[int]) -> list[str]:
+    def _takes_undefined(self, r: Any) -> list[str]:
         d = self.mode
         return [
             f"{d.method} does not treat an undefined {d.seed_name} of {d.seed_leaves[i].name} as zeros: it changes "
             f"the {d.result_name} of {leaf.name}. (check_undefined_grad=False skips this check.)"
-            for position, i in enumerate(missing)
+            for position, i in enumerate(self._without_one.derivatives)
             for leaf, result, batch in zip(d.result_leaves, r["missing"][position], r["batch"], strict=True)
             if not self.tolerance.agrees(result, batch[_NUM_VECTORS + position])
         ]
 
-    def _respects_flags(self, r: Any, alone: Sequence[int]) -> list[str]:
+    def _respects_flags(self, r: Any) -> list[str]:
         return [
             f"the gradient of {self.derivatives.inputs[j].name} changes when that input alone is "
             "differentiated: backward does not respect ctx.needs_input_grad."
-            for j, gradient in zip(alone, r["alone"], strict=True)
+            for j, gradient in zip(self._with_one_input.derivatives, r["alone"], strict=True)
             if not self.tolerance.agrees(gradient, r["results"][j])
         ]
+
+    @property
+    def include_jacobian(self) -> bool:
+        """Whether they compare every entry of the Jacobian with autodiff."""
+        return bool(self._bases)
 
     @cached_property
     def _samples(self) -> Arrays:
@@ -289,38 +307,43 @@ class PropertyChecks:
             return []
         return [f"batched {d.result_name}s differ from those computed one by one: {d.method} is wrong under jax.vmap."]
 
-    def _without_one(self, vectors: Arrays, found: Findings) -> dict[int, Derivative]:
-        """Returns, for each seed leaf, the derivative in which its vector is a symbolic zero."""
-        d = self.mode
-        derivatives: dict[int, Derivative] = {}
+    @cached_property
+    def _without_one(self) -> _Variants:
+        """The derivatives in which the vector of one seed leaf is a symbolic zero."""
+        d, variants = self.mode, _Variants()
+        if not (self.derivatives.has_unknown_code and self.undefined and len(d.seed_leaves) > 1):
+            return variants  # these derivatives are those that are evaluated anyway
         for i, leaf in enumerate(d.seed_leaves):
             others = [j for j in range(len(d.seed_leaves)) if j != i]
             try:
-                derivatives[i] = self._staged(_undefined(d, self.derivatives.call, others), vectors)
+                variants.derivatives[i] = self._staged(_undefined(d, self.derivatives.call, others))
             except Exception as error:
-                found.problems.append(
+                variants.problems.append(
                     f"{d.method} fails if the {d.seed_name} of {leaf.name} is undefined: {type(error).__name__}: "
                     f"{error} (check_undefined_grad=False skips this check.)"
                 )
-        return derivatives
+        return variants
 
-    def _with_one_input(self, vectors: Arrays, found: Findings) -> dict[int, Derivative]:
-        """Returns the gradient of each input that is computed differently if no other input is differentiated."""
-        d = self.mode
-        derivatives: dict[int, Derivative] = {}
+    @cached_property
+    def _with_one_input(self) -> _Variants:
+        """The gradient of each input that is computed differently if no other input is differentiated."""
+        d, variants = self.mode, _Variants()
+        if not self.derivatives.has_unknown_code or d.is_forward or len(d.result_leaves) < 2:
+            return variants
         for j, leaf in enumerate(d.result_leaves):
             try:
-                alone = self._staged(_one_input(self.derivatives.call, j), vectors)
+                alone = self._staged(_one_input(self.derivatives.call, j))
             except Exception as error:
-                found.problems.append(
+                variants.problems.append(
                     f"backward fails if {leaf.name} alone is differentiated: {type(error).__name__}: {error}"
                 )
                 continue
             if not is_same_output(alone, d.rule, len(d.seed_leaves) + j):
-                derivatives[j] = alone
-        return derivatives
+                variants.derivatives[j] = alone
+        return variants
 
-    def _staged(self, derivative: Derivative, vectors: Arrays) -> Derivative:
+    def _staged(self, derivative: Derivative) -> Derivative:
+        vectors = random_vectors(self.mode.seed_leaves, 1)
         if self.derivatives.is_traced:
             return self.derivatives.stage(derivative, self.xs, vectors)
         derivative(self.xs, vectors)

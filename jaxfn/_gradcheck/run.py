@@ -186,16 +186,27 @@ class _Check:
                 samples_autodiff=o.reference == "both" and not o.fast_mode and self.problem.dtype is None,
                 max_memory=o.max_memory,
             )
-            found = self._run_in_fastest_mode(checks)
+            is_batched = o.check_batched_forward_grad if mode.is_forward else o.check_batched_grad
+            found = None if is_batched else self._run_by_operations(checks)
+            found = found or self._run_in_fastest_mode(checks)
             self.report.problems += found.problems
             self.findings[mode.name] = found
-            is_batched = o.check_batched_forward_grad if mode.is_forward else o.check_batched_grad
             # In vectorized mode the checks themselves have batched the rule.
             if is_batched and self.evaluator.mode is not ExecutionMode.VECTORIZED:
                 self.report.problems += checks.problems_of_eager_batching()
 
         if o.check_vmap and self.report.passed:
             self.report.problems += problems_of_vmap(self.problem, d, self.tolerance)
+
+    def _run_by_operations(self, checks: PropertyChecks) -> Findings | None:
+        """Runs the checks of a small function operation by operation; returns what they found if they all passed."""
+        if self.evaluator.mode is not ExecutionMode.VECTORIZED or not checks.include_jacobian:
+            return None
+        try:
+            found = checks.run(ExecutionMode.OPERATIONS)
+        except Exception:  # unsuitable, or an error of the function itself, which the whole program then raises
+            return None
+        return found if found.are_complete else None
 
     def _run_in_fastest_mode(self, checks: PropertyChecks) -> Findings:
         """Runs checks in the fastest execution mode that gives right values, which later evaluations use too."""

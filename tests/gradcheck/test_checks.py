@@ -471,9 +471,7 @@ def test_as_many_projections_as_unit_vectors_are_not_taken_for_those():
 
 
 def test_the_second_check_on_other_values_compiles_nothing(monkeypatch):
-    compiled = []
-    compile_ = jax.stages.Lowered.compile
-    monkeypatch.setattr(jax.stages.Lowered, "compile", lambda *a, **k: compiled.append(a) or compile_(*a, **k))
+    compiled = compiled_by(monkeypatch)
     function = scaled_sine(1.0)
     passes(function, normal(3, 7))
     assert compiled
@@ -483,6 +481,64 @@ def test_the_second_check_on_other_values_compiles_nothing(monkeypatch):
     assert not compiled
     failure(scaled_sine(1.001), normal(3, 7))
     assert compiled
+
+
+def damped(c, change=lambda dx, dw, ctx, g: (dx, dw)):
+    """w tanh(c x), whose constant makes each one another program; `change` maps its gradients to wrong ones."""
+
+    def forward(ctx, x, w):
+        y = jnp.tanh(c * x)
+        ctx.save_for_backward(w, y)
+        return jnp.where(w > 0, y * w, w * y)  # holds a jaxpr of jit
+
+    def backward(ctx, g):
+        w, y = ctx.saved_tensors
+        return change(c * g * w * (1 - y * y), g * y, ctx, g)
+
+    return rule(forward, backward)
+
+
+def compiled_by(monkeypatch):
+    """The programs that are compiled from now on."""
+    compiled = []
+    compile_ = jax.stages.Lowered.compile
+    monkeypatch.setattr(jax.stages.Lowered, "compile", lambda *a, **k: compiled.append(a) or compile_(*a, **k))
+    return compiled
+
+
+def test_a_function_of_operations_that_others_had_compiles_nothing(monkeypatch):
+    inputs = normal(5, 7), normal(7, seed=1)
+    for c in (1.1, 1.2, 1.3):
+        passes(damped(c), inputs)
+    compiled = compiled_by(monkeypatch)
+    passes(damped(1.4), inputs)
+    assert not compiled
+    passes(damped(1.5), (normal(5, 8), normal(8)))
+    assert compiled
+
+
+CHANGES = {
+    "value": lambda dx, dw, ctx, g: (1.001 * dx, dw),
+    "swapped": lambda dx, dw, ctx, g: (dw, dx),
+    "not linear": lambda dx, dw, ctx, g: (dx * g, dw),
+    "constant": lambda dx, dw, ctx, g: (dx + 1, dw),
+    "None": lambda dx, dw, ctx, g: (dx, None),
+    "flags": lambda dx, dw, ctx, g: (dx, dw if ctx.needs_input_grad[0] else 2 * dw),
+    "random": lambda dx, dw, ctx, g: (noise() * dx, dw),
+}
+
+
+@row("G5")
+@cells("wrong", ["value", "not linear", "flags"], CHANGES)
+def test_a_wrong_rule_has_the_same_report_by_operations(wrong, monkeypatch):
+    from jaxfn._gradcheck.evaluation import operations
+
+    inputs = normal(3), normal(3, seed=1)
+    monkeypatch.setattr(operations, "_FEW_OPERATIONS", -1)  # never by operations
+    expected = failure(damped(1.0, CHANGES[wrong]), inputs)
+    monkeypatch.setattr(operations, "_FEW_OPERATIONS", 1000)
+    assert str(failure(damped(1.0, CHANGES[wrong]), inputs)) == str(expected)
+    passes(damped(1.0), inputs)
 
 
 def closing_over(array):

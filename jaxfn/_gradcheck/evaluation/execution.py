@@ -38,9 +38,12 @@ class ExecutionMode(enum.Enum):
     VECTORIZED = "vectorized"
     COMPILED_LOOP = "a compiled loop"
     PYTHON_LOOP = "a Python loop"
+    OPERATIONS = "operation by operation"
 
     def map(self, function: Callable[..., Any], *args: Any) -> Any:
         """Applies the function to each item along the first axis."""
+        if self is ExecutionMode.OPERATIONS:
+            return function(*args)  # which takes batches
         if self is ExecutionMode.VECTORIZED:
             return jax.vmap(function)(*args)
         if self is ExecutionMode.COMPILED_LOOP:
@@ -58,7 +61,9 @@ class ExecutionMode(enum.Enum):
           args: example arguments.
           runs: the expected number of calls.
         """
-        return PythonFunction(function) if self is ExecutionMode.PYTHON_LOOP else CompiledFunction(function, args, runs)
+        if self in (ExecutionMode.PYTHON_LOOP, ExecutionMode.OPERATIONS):
+            return PythonFunction(function)
+        return CompiledFunction(function, args, runs)
 
 
 @dataclass(frozen=True)

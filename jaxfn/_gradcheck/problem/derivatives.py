@@ -13,10 +13,10 @@ import numpy as np
 
 from jaxfn._compat import SymbolicZero
 from jaxfn._gradcheck.problem.problem import Leaf, LeafFunction, Problem
-from jaxfn._gradcheck.problem.staging import JaxprFunction, stage, stage_without_x64
+from jaxfn._gradcheck.problem.staging import LAX_PRIMITIVES, JaxprFunction, stage, stage_without_x64
 from jaxfn._jaxpr import identity_primitives, is_any_of, is_reverse_only, subjaxpr_rules
 from jaxfn._observe import CALL_MONITOR, CallMonitor
-from jaxfn._primitives import attach_p, linear_map_p, stop_p
+from jaxfn._primitives import linear_map_p
 
 # (inputs, cotangents) -> (outputs, gradients), or (inputs, tangents) -> (outputs, output tangents); all are lists.
 Derivative = Callable[[Sequence[Any], Sequence[Any]], Any]
@@ -328,18 +328,17 @@ def _references(
 
 _UNCHECKED = UnavailableError("that mode is not checked")
 
-# Primitives that run JAX's code alone, or that of Functions, which is monitored while JAX traces it.
-_MONITORED = frozenset({v for name, v in vars(jax.lax).items() if name.endswith("_p")} | {attach_p, stop_p})
 # `jvp` runs where a `linear_map` is lowered, after its trace.
 _UNMONITORED = frozenset({linear_map_p, "custom_vmap_call"})
+# Primitives that run JAX's code alone, or that of Functions, which is monitored while JAX traces it.
+_MONITORED = (LAX_PRIMITIVES | identity_primitives | subjaxpr_rules.keys()) - _UNMONITORED
 
 
 def _has_unknown_code(primal: LeafFunction, forward_rule: object) -> bool:
     """Whether there is code, other than that of monitored methods, that may see what is differentiated or batched."""
     if not isinstance(primal, JaxprFunction):
         return True
-    known = (_MONITORED | identity_primitives | subjaxpr_rules.keys()) - _UNMONITORED
-    return any(eqn.params.get("symbolic_zeros") or not is_any_of(eqn, known) for eqn in primal.eqns) or (
+    return any(eqn.params.get("symbolic_zeros") or not is_any_of(eqn, _MONITORED) for eqn in primal.eqns) or (
         isinstance(forward_rule, JaxprFunction) and any(eqn.primitive is linear_map_p for eqn in forward_rule.eqns)
     )
 
