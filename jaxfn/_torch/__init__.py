@@ -95,6 +95,20 @@ def from_torch(
       >>> output, buffers = net.apply(net.parameters, net.buffers, jnp.ones((4, 3)))
       >>> print(output.shape, jaxfn.from_torch(torch.nn.functional.mse_loss)(jnp.ones(3), jnp.zeros(3)))
       (4, 2) 1.0
+      >>> class TorchRoot(torch.autograd.Function):
+      ...     @staticmethod
+      ...     def forward(ctx, x):
+      ...         y = x + 1
+      ...         while bool((y * y - x > 1e-6 * x).any()):  # reads values, which a trace does not have
+      ...             y = (y + x / y) / 2
+      ...         ctx.save_for_backward(y)
+      ...         return y
+      ...     @staticmethod
+      ...     def backward(ctx, grad_output):
+      ...         return grad_output / (2 * ctx.saved_tensors[0])
+      >>> root = jaxfn.from_torch(TorchRoot, fallback="callback").apply
+      >>> print(jax.jit(jax.grad(lambda x: root(x).sum()))(jnp.array([4.0, 1.0])))
+      [0.25 0.5 ]
 
     Torch counterpart: none; it takes a `torch.autograd.Function` or a `torch.nn.Module`.
     """
