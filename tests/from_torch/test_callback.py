@@ -510,7 +510,16 @@ def test_a_forward_that_does_not_end_on_example_values():
 
 
 @row("H19")
-@pytest.mark.parametrize("place", ["output", "ctx", "saved"])
+def test_arrays_of_the_caller_do_not_change():
+    x = jnp.array([0.25, 0.5])
+    with pytest.warns(UserWarning, match="^Dirty mutates one of its inputs"):
+        y = host(reading(Dirty))(x)
+    np.testing.assert_array_equal(y, 3 * np.array([0.25, 0.5]))
+    np.testing.assert_array_equal(x, [0.25, 0.5])
+
+
+@row("H19")
+@pytest.mark.parametrize("place", ["output", "ctx", "saved", "beside a large one"])
 @pytest.mark.parametrize("is_compiled", [False, True])
 def test_a_forward_that_depends_on_state_raises(place: str, is_compiled: bool):
     count = [0]
@@ -520,7 +529,8 @@ def test_a_forward_that_depends_on_state_raises(place: str, is_compiled: bool):
         def forward(ctx, x):
             read(x)
             count[0] += 1
-            ctx.count = count[0] if place == "ctx" else 1
+            ctx.count = 1 + 0.01 * count[0] if place in ("ctx", "beside a large one") else 1
+            ctx.size = 1e9 if place == "beside a large one" else 1
             ctx.save_for_backward(torch.full_like(x, count[0] if place == "saved" else 1))
             return x * (count[0] if place == "output" else 1)
 

@@ -339,10 +339,7 @@ class FunctionAdapter:
     def _warn_about_trace(self, traced: TracedForward) -> None:
         name = self.definition.name
         if not set(traced.mutated) <= {*traced.dirty, *traced.implicit_outputs}:
-            self._warn_once(
-                f"{name} mutates one of its inputs. JAX arrays are immutable: the caller's array does not change, "
-                "and only what forward returns is new."
-            )
+            self._warn_once(mutation_message(name))
         if traced.uses_double and jax.dtypes.canonicalize_dtype(np.float64) == np.float32:
             self._warn_once(
                 f"{name} computes in float64, which JAX supports only with jax.config.update('jax_enable_x64', True). "
@@ -353,6 +350,14 @@ class FunctionAdapter:
         if message not in self._warned:
             self._warned.add(message)
             warnings.warn(message, stacklevel=2)
+
+
+def mutation_message(name: str) -> str:
+    """Returns the warning for a Function that mutates its inputs."""
+    return (
+        f"{name} mutates one of its inputs. JAX arrays are immutable: the caller's array does not change, and only "
+        "what forward returns is new."
+    )
 
 
 def _static_identities(template: Any) -> tuple[int, ...]:

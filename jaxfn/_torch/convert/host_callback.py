@@ -10,6 +10,7 @@ from __future__ import annotations
 import inspect
 import threading
 import traceback
+import warnings
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -24,8 +25,8 @@ from jaxfn._context import FunctionCtx, ctx_state
 from jaxfn._function import Function
 from jaxfn._mesh_types import pcast_like
 from jaxfn._torch.convert.definition import Definition
-from jaxfn._torch.convert.function_class import FunctionAdapter
-from jaxfn._torch.convert.host_checks import TorchCalls, is_close, observed_class
+from jaxfn._torch.convert.function_class import FunctionAdapter, mutation_message
+from jaxfn._torch.convert.host_checks import CHECKSUM_SIZE, TorchCalls, is_close, observed_class
 from jaxfn._torch.convert.traced_code import TensorSpec, missing_key_message, names_int64, tensor_spec
 from jaxfn._torch.graph.source_lines import source_line
 from jaxfn._torch.values.arrays import jax_dtype, to_numpy, to_torch, torch_dtype
@@ -108,13 +109,16 @@ class HostForward(Opaque):
     def _apply(self, tensors: Sequence[torch.Tensor], create_graph: bool) -> FlatTensors:
         checksums: list[torch.Tensor] = []
         # An input that is a leaf of autograd's graph could not be marked dirty.
-        args, kwargs = unflatten_tensors(self.arguments, [x.clone() if x.requires_grad else x for x in tensors])
+        inputs = [x.clone() if x.requires_grad else x for x in tensors]
+        args, kwargs = unflatten_tensors(self.arguments, inputs)
         if kwargs:  # torch's `apply` takes none.
             ctx = () if self.definition.has_setup_context else (None,)
             bound = inspect.signature(self.definition.original.forward).bind(*ctx, *args, **kwargs)
             bound.apply_defaults()
             args, kwargs = bound.args[len(ctx) :], bound.kwargs
         output = observed_class(self.definition, create_graph, checksums).apply(*args, **kwargs)
+        if any(x._version for x in inputs):
+            warnings.warn(mutation_message(self.definition.name), stacklevel=2)
         leaves, template = flatten_tensors(output)
         return FlatTensors([*leaves, *checksums], template)
 
@@ -380,7 +384,7 @@ class HostAdapter(FunctionAdapter):
             traced = self.trace_forward(arguments, specs, flags)
             output = flatten_tensors(traced.output, lambda leaf: isinstance(leaf, Slot))
             types = [traced.specs[slot.index]._replace(strides_source=None) for slot in output.leaves]
-            host.output = _Output(output.template, [*types, TensorSpec((), torch.float32)])
+            host.output = _Output(output.template, [*types, TensorSpec((CHECKSUM_SIZE,), torch.float32)])
             backward = traced.full_backward()
             host.is_needed = bool(traced.unsupported or (backward is not None and backward.unsupported))
         except Exception:  # torch raises it again on the host, if it has another reason than the trace.
