@@ -628,6 +628,36 @@ def test_derivatives_of_the_third_order():
 
 
 @row("H19")
+def test_a_third_derivative_of_a_function_inside_backward_raises():
+    class Fourth(Base):
+        @staticmethod
+        def forward(ctx, x):
+            ctx.save_for_backward(x, x**2)
+            return x**4
+
+        @staticmethod
+        def backward(ctx, g):
+            x, square = ctx.saved_tensors
+            return 4 * g * x * square
+
+    class Fifth(Base):
+        @staticmethod
+        def forward(ctx, x):
+            read(x)
+            ctx.save_for_backward(x)
+            return x**5
+
+        @staticmethod
+        def backward(ctx, g):
+            return 5 * g * Fourth.apply(ctx.saved_tensors[0])
+
+    second = jax.grad(jax.grad(host(Fifth)))
+    np.testing.assert_allclose(second(2.0), 160)
+    with pytest.raises(NotImplementedError, match=r"Fifth.backward applies a Function, and a third derivative"):
+        jax.grad(second)(2.0)
+
+
+@row("H19")
 def test_dtypes_without_x64():
     class Wide(Base):
         @staticmethod

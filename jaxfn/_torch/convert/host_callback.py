@@ -88,16 +88,13 @@ class HostForward(Opaque):
 
     def evaluate(self, tensors: Sequence[torch.Tensor], expected: Sequence[Any] = ()) -> FlatTensors:
         """Computes the result of a callback."""
-        return self._apply(tensors, False)
+        return self._apply(tensors, 0)
 
     def differentiable_results(
-        self, tensors: Sequence[torch.Tensor], expected: Sequence[Any], create_graph: bool
+        self, tensors: Sequence[torch.Tensor], expected: Sequence[Any], order: int
     ) -> Sequence[Any]:
-        """Computes results with autograd's graph, which must be as expected.
-
-        Raises an error if `create_graph` and that graph would lack the derivative of a value that `forward` computed.
-        """
-        results = self._apply(tensors, create_graph).leaves
+        """Computes results with autograd's graph, which must be as expected, for a derivative of an order."""
+        results = self._apply(tensors, order).leaves
         if not (len(results) == len(expected) and all(map(is_close, results, expected))):
             raise TranslationError(
                 f"{self.name} runs again for the gradient, on equal inputs, and returned something else, or stored "
@@ -106,7 +103,7 @@ class HostForward(Opaque):
             )
         return results
 
-    def _apply(self, tensors: Sequence[torch.Tensor], create_graph: bool) -> FlatTensors:
+    def _apply(self, tensors: Sequence[torch.Tensor], order: int) -> FlatTensors:
         checksums: list[torch.Tensor] = []
         # An input that is a leaf of autograd's graph could not be marked dirty.
         inputs = [x.clone() if x.requires_grad else x for x in tensors]
@@ -116,7 +113,7 @@ class HostForward(Opaque):
             bound = inspect.signature(self.definition.original.forward).bind(*ctx, *args, **kwargs)
             bound.apply_defaults()
             args, kwargs = bound.args[len(ctx) :], bound.kwargs
-        output = observed_class(self.definition, create_graph, checksums).apply(*args, **kwargs)
+        output = observed_class(self.definition, order, checksums).apply(*args, **kwargs)
         if any(x._version for x in inputs):
             warnings.warn(mutation_message(self.definition.name), stacklevel=2)
         leaves, template = flatten_tensors(output)
@@ -171,17 +168,17 @@ class HostGradient(Opaque):
 
     def evaluate(self, tensors: Sequence[torch.Tensor], expected: Sequence[Any]) -> FlatTensors:
         """Computes the result of a callback."""
-        gradients = self.differentiable_results(tensors, expected, False)
+        gradients = self.differentiable_results(tensors, expected, 0)
         pairs = zip(gradients, _where(self.flags, tensors), strict=True)
         return flatten_tensors([torch.zeros_like(x) if g is None else g for g, x in pairs])
 
     def differentiable_results(
-        self, tensors: Sequence[torch.Tensor], expected: Sequence[Any], create_graph: bool
+        self, tensors: Sequence[torch.Tensor], expected: Sequence[Any], order: int
     ) -> Sequence[torch.Tensor | None]:
-        """Computes the gradient of each flagged tensor, `None` for one that has none."""
+        """Computes the gradient of each flagged tensor, `None` for one that has none, for a derivative of an order."""
         inputs, gradients = tensors[: len(self.flags)], tensors[len(self.flags) :]
         is_second_order = isinstance(self.of, HostGradient)
-        results = self.of.differentiable_results(inputs, expected, create_graph or is_second_order)
+        results = self.of.differentiable_results(inputs, expected, order + 1)
         pairs = list(zip(_where(self.has_gradient, results), gradients, strict=True))
         in_graph = [(x, gradient.to(x.dtype)) for x, gradient in pairs if x is not None and x.requires_grad]
         outputs, matching = [x for x, _ in in_graph], [gradient for _, gradient in in_graph]
@@ -193,7 +190,7 @@ class HostGradient(Opaque):
         wanted = _where(self.flags, inputs)
         if not outputs:
             return [None] * len(wanted)
-        return torch.autograd.grad(outputs, wanted, matching, create_graph=create_graph, allow_unused=True)
+        return torch.autograd.grad(outputs, wanted, matching, create_graph=order > 0, allow_unused=True)
 
 
 _HostCode = HostForward | HostGradient

@@ -29,10 +29,10 @@ _FRACTIONS = (float, complex, np.ndarray, np.generic)
 CHECKSUM_SIZE = 16
 
 
-def observed_class(definition: Definition, create_graph: bool, checksums: list[torch.Tensor]) -> Any:
+def observed_class(definition: Definition, order: int, checksums: list[torch.Tensor]) -> Any:
     """Returns a subclass of a torch Function that appends a checksum of ctx to a list.
 
-    If `create_graph`, values that autograd takes for constants raise an error.
+    In a derivative of an order above 1, values that autograd takes for constants raise an error.
     """
     function, reads = definition.original, TorchCalls()
 
@@ -40,7 +40,7 @@ def observed_class(definition: Definition, create_graph: bool, checksums: list[t
         values = torch_tree.tree_leaves([ctx.to_save, vars(ctx)])
         checksums.append(_checksum(values))
         identities = {id(x) for x in torch_tree.tree_leaves(known)}
-        for value in values if create_graph else ():
+        for value in values if order > 1 else ():
             is_intermediate = _is_inexact_tensor(value) or (reads.has_read and isinstance(value, _FRACTIONS))
             if is_intermediate and id(value) not in identities:
                 raise NotImplementedError(
@@ -69,15 +69,34 @@ def observed_class(definition: Definition, create_graph: bool, checksums: list[t
                 f"{definition.name}.backward reads values of tensors as numbers or NumPy arrays, which are constants "
                 "to the second derivative. Compute with tensors there"
             )
+        if order > 2 and _applies_functions(returned, ctx):
+            raise NotImplementedError(
+                f"{definition.name}.backward applies a Function, and a third derivative would be wrong if that one "
+                "stores an intermediate or computes outside torch. Compute with operations of torch there"
+            )
         return returned
 
     method: Any = definition.backward
     methods: dict[str, Any] = {"forward": forward}
     if definition.has_setup_context:
         methods["setup_context"] = setup_context
-    if create_graph:
+    if order > 1:
         methods["vjp" if function.backward is torch.autograd.Function.backward else "backward"] = backward
     return type(definition.name, (function,), {name: staticmethod(value) for name, value in methods.items()})
+
+
+def _applies_functions(returned: Any, ctx: Any) -> bool:
+    """Whether the graph of what `backward` returned has a Function, other than that of its `ctx`."""
+    nodes = [getattr(x, "grad_fn", None) for x in torch_tree.tree_leaves(returned)]
+    seen: list[Any] = [None, ctx]
+    while nodes:
+        node: Any = nodes.pop()
+        if not any(node is x for x in seen):
+            if isinstance(node, torch.autograd.function.BackwardCFunction):
+                return True
+            seen.append(node)
+            nodes += [x for x, _ in node.next_functions]
+    return False
 
 
 class TorchCalls(TorchFunctionMode):
