@@ -1,7 +1,4 @@
-"""The Function FocalLoss for JAX, rewritten by jaxfn.
-
-The text is that of examples.ported.originals.FocalLoss, whose license applies.
-"""
+"""FocalLoss for JAX: the text of examples.ported.originals.FocalLoss, whose license applies, rewritten by jaxfn."""
 
 import jax
 import jax.numpy as jnp

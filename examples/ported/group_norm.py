@@ -1,7 +1,4 @@
-"""The Function GroupNorm for JAX, rewritten by jaxfn.
-
-The text is that of examples.ported.originals.GroupNorm, whose license applies.
-"""
+"""GroupNorm for JAX: the text of examples.ported.originals.GroupNorm, whose license applies, rewritten by jaxfn."""
 
 from jax import lax
 

@@ -1,6 +1,5 @@
-"""The Function LearnedStepQuantizer for JAX, rewritten by jaxfn.
-
-The text is that of examples.ported.originals.LearnedStepQuantizer, whose license applies.
+"""LearnedStepQuantizer for JAX: the text of examples.ported.originals.LearnedStepQuantizer, whose license applies,
+rewritten by jaxfn.
 """
 
 import math

@@ -1,7 +1,4 @@
-"""The Function Sinkhorn for JAX, rewritten by jaxfn.
-
-The text is that of examples.ported.originals.Sinkhorn, whose license applies.
-"""
+"""Sinkhorn for JAX: the text of examples.ported.originals.Sinkhorn, whose license applies, rewritten by jaxfn."""
 
 import jax
 import jax.numpy as jnp

@@ -1,6 +1,5 @@
-"""The Function StochasticRounding for JAX, rewritten by jaxfn.
-
-The text is that of examples.ported.originals.StochasticRounding, whose license applies.
+"""StochasticRounding for JAX: the text of examples.ported.originals.StochasticRounding, whose license applies,
+rewritten by jaxfn.
 """
 
 import jax

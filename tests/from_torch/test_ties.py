@@ -93,6 +93,17 @@ POOLS = {
 }
 
 
+@row("H2")
+@pytest.mark.parametrize("loss", [F.huber_loss, F.smooth_l1_loss])
+def test_second_derivative_of_losses_at_their_minimum(loss: Callable[..., Any]) -> None:
+    x, weights = X.clone().requires_grad_(), torch.arange(1.0, 10)
+    (slope,) = torch.autograd.grad(loss(x, torch.zeros_like(x)), x, create_graph=True)
+    (expected,) = torch.autograd.grad(slope, x, weights)
+    gradient = jax.grad(jaxfn.from_torch(lambda x: loss(x, torch.zeros_like(x))))
+    found = jax.vjp(gradient, jnp.asarray(X.numpy()))[1](jnp.asarray(weights.numpy()))[0]
+    np.testing.assert_allclose(found, expected.numpy(), rtol=1e-6)
+
+
 @row("H2", "H11")
 @pytest.mark.parametrize("pool", [*POOLS, "adaptive"])
 def test_the_first_of_equals_is_the_largest_of_a_window(pool):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -271,6 +271,111 @@ class AbsoluteTwice(Function):
         return grad_output * torch.abs(x)
 
 
+@written(normal(3, 4), 0.5)
+class SinglePrecisionMasks(Function):
+    """Code that computes in single precision, also for inputs in double precision; NumPy's numbers."""
+
+    @staticmethod
+    def forward(ctx, x, level):
+        mask = (x > level).float()
+        scale = (x * mask).sum() / np.sqrt(x.size(0))
+        ctx.save_for_backward(mask, torch.cos(torch.arange(x.size(1)).float()))
+        return scale * mask
+
+    @staticmethod
+    def backward(ctx, grad_output):
+        mask, weight = ctx.saved_tensors
+        return grad_output * mask * weight, None
+
+
+@written(normal(3, 4), "tanh")
+class FunctionsByName(Function):
+    @staticmethod
+    def forward(ctx, x, name):
+        function = {"relu": torch.relu, "tanh": torch.tanh, "softmax": lambda x: torch.softmax(x, -1)}[name]
+        ctx.save_for_backward(x)
+        return function(x)
+
+    @staticmethod
+    def backward(ctx, grad_output):
+        (x,) = ctx.saved_tensors
+        return grad_output * x, None
+
+
+class Bounds(NamedTuple):
+    low: float
+    high: float = 1.0
+
+
+class Clips:
+    unit = 2
+
+    @staticmethod
+    def clip(x, bounds):
+        return x.clamp(bounds.low, bounds.high)
+
+    @classmethod
+    def scale(cls):
+        return 2 * cls.unit
+
+
+@written(normal(3, 4))
+class UsesClasses(Function, Clips):
+    """A base class that is not a Function, and a class without methods."""
+
+    unit = 3
+
+    @staticmethod
+    def forward(ctx, x):
+        ctx.bounds = Bounds(-0.5)
+        ctx.save_for_backward(x)
+        return UsesClasses.clip(x, ctx.bounds) * UsesClasses.scale()
+
+    @staticmethod
+    def backward(ctx, grad_output):
+        (x,) = ctx.saved_tensors
+        return grad_output * (x > ctx.bounds.low) * UsesClasses.scale()
+
+
+@written(normal(4, 5), np.array([1, -100, 4, 0]))
+def masked_loss(logits, labels):
+    """Labels of -100 are ignored."""
+    return F.cross_entropy(logits, labels) + F.huber_loss(logits, logits.flip(0), reduction="sum", delta=0.3)
+
+
+@written(np.tril(normal(3, 3)) + 3 * np.eye(3, dtype=np.float32))
+def of_lower_triangles(x):
+    return torch.linalg.cholesky(x).sum(0), torch.linalg.eigh(x)[0]
+
+
+def noise_like(x, scale=1.0):
+    return torch.randn_like(x) * scale
+
+
+class DrawsRepeatedly(Function):
+    """Draws in a loop, in a part of an expression, and in a helper; `setup_context`."""
+
+    @staticmethod
+    def forward(x, steps):
+        total = noise_like(x, 0.5)
+        for i in range(steps):
+            total = total + (torch.rand_like(x) if i % 2 else noise_like(x))
+        return x * total, total
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        _, steps = inputs
+        ctx.steps = steps
+        ctx.save_for_backward(output[1])
+
+    @staticmethod
+    def backward(ctx, grad_output, _):
+        (total,) = ctx.saved_tensors
+        for _ in range(ctx.steps):
+            grad_output = grad_output * torch.rand_like(total)
+        return grad_output * total, None
+
+
 class NoisyGradient(Function):
     @staticmethod
     def forward(ctx, x):
@@ -331,6 +436,17 @@ class Tanh(Function):
         return grad_output * (1 - y * y)
 
 
+class OneSize(Function):
+    @staticmethod
+    def forward(ctx, x):
+        assert x.shape == (3, 4)
+        return 2 * x
+
+    @staticmethod
+    def backward(ctx, grad_output):
+        return 2 * grad_output
+
+
 class TanhBackward(Function):
     @staticmethod
     def forward(ctx, x):
@@ -371,11 +487,11 @@ class AliasOfRow(Function):
         return grad_output
 
 
-@not_supported(r"special_i0e has no rule(.|\n)*return torch.special.i0e\(x\)", normal(3))
+@not_supported(r"renorm has no rule(.|\n)*return torch.renorm\(x, 2, 0, 1.0\)", normal(3, 2))
 class NoRule(Function):
     @staticmethod
     def forward(ctx, x):
-        return torch.special.i0e(x)
+        return torch.renorm(x, 2, 0, 1.0)
 
     @staticmethod
     def backward(ctx, grad_output):
@@ -405,6 +521,19 @@ class Dropout(Function):
     @staticmethod
     def forward(ctx, x, training):
         return F.dropout(x, 0.5, training=training)
+
+    @staticmethod
+    def backward(ctx, grad_output):
+        return grad_output, None
+
+
+@not_supported("it uses the module torch", normal(3), "tanh")
+class ByAttribute(Function):
+    """A function whose name is in a variable."""
+
+    @staticmethod
+    def forward(ctx, x, name):
+        return getattr(torch, name)(x)
 
     @staticmethod
     def backward(ctx, grad_output):

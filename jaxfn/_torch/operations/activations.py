@@ -1,4 +1,4 @@
-"""Activation functions that core ATen does not decompose."""
+"""Activation functions and losses that core ATen does not decompose, or not with all derivatives."""
 
 from __future__ import annotations
 
@@ -25,6 +25,21 @@ def _(primals: Any, tangents: Any) -> tuple[Array, Array]:
     """Computes `jax.nn.relu`, with torch's derivative at NaN, which it passes on."""
     (x,), (tangent,) = primals, tangents
     return relu(x), lax.select(x <= 0, lax.full_like(tangent, 0), tangent)
+
+
+@operation("aten.huber_loss")
+def huber_loss(x: Array, target: Array, reduction: int = 1, delta: float = 1.0) -> Array:
+    """Squares differences below `delta`: torch's decomposition squares their size, without a second derivative at 0."""
+    difference = x - target
+    is_inside = jnp.abs(difference) < delta
+    squares = jnp.square(jnp.where(is_inside, difference, 0)) / 2
+    losses = jnp.where(is_inside, squares, delta * (jnp.abs(difference) - delta / 2)).astype(difference.dtype)
+    return losses if not reduction else losses.mean() if reduction == 1 else losses.sum()
+
+
+@operation("aten.smooth_l1_loss")
+def smooth_l1_loss(x: Array, target: Array, reduction: int = 1, beta: float = 1.0) -> Array:
+    return huber_loss(x, target, reduction, beta) / beta
 
 
 @operation("aten._softmax")

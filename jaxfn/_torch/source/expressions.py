@@ -7,14 +7,16 @@ import re
 import types
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from types import CodeType
 from typing import Any, NoReturn
 
+import numpy as np
 import torch
 
 from jaxfn._torch.source import rules
 from jaxfn._torch.source.observe import ObservedRun, ObservedTensor, is_function_class, is_user_function
 from jaxfn._torch.source.source_file import FunctionNode, SourceFile, Span, bound_names, root_name
-from jaxfn._torch.source.spelling import NoRuleError, as_operand, fields, fill, parenthesize, parse_expression
+from jaxfn._torch.source.spelling import NoRuleError, as_operand, fields, fill, parenthesize, parse_expression, select
 from jaxfn._torch.source.table import Argument, Entry, code_of, table
 from jaxfn._torch.source.typecheck import TemplateCheck, dtype_text
 from jaxfn._torch.values.errors import TranslationError
@@ -27,7 +29,16 @@ _AUGMENTED: dict[type[ast.operator], str] = {
     ast.Div: "divide",
 }
 # The positions of the named results of torch functions.
-_RESULT_FIELDS = {"values": 0, "indices": 1, "sign": 0, "logabsdet": 1, "eigenvalues": 0, "eigenvectors": 1}
+_RESULT_FIELDS = {
+    "min": 0,
+    "max": 1,
+    "values": 0,
+    "indices": 1,
+    "sign": 0,
+    "logabsdet": 1,
+    "eigenvalues": 0,
+    "eigenvectors": 1,
+}
 _STATIC_ATTRIBUTES = frozenset({"shape", "ndim", "dtype", "size"})
 
 
@@ -37,6 +48,10 @@ class ReadsVariableError(Exception):
     def __init__(self, name: str) -> None:
         super().__init__(name)
         self.name = name
+
+
+class DrawsRepeatedlyError(Exception):
+    """Random numbers are drawn in a loop, in a part of an expression, or in a helper."""
 
 
 @dataclass
@@ -49,7 +64,8 @@ class RewriteOptions:
         where the user's code has these names.
       alternatives: Finds the calls that have a strict spelling (set by the rewriting).
       objects: The objects that names of the new code denote, where these differ from the old (set by the rewriting).
-      draws: The functions that draw random numbers (set by the writer).
+      draws: The code of functions that draw random numbers.
+      has_key_sequence: Whether they take the next keys of a sequence, since the number of draws is not known.
     """
 
     observation: ObservedRun
@@ -57,7 +73,8 @@ class RewriteOptions:
     names: Mapping[str, str] = field(default_factory=dict)
     alternatives: dict[Site, None] = field(default_factory=dict)
     objects: dict[str, Any] = field(default_factory=dict)
-    draws: frozenset[str] = frozenset()
+    draws: Collection[CodeType] = ()
+    has_key_sequence: bool = False
 
     def spell(self, code: str) -> str:
         """Replaces names of modules and helpers by those of the written module."""
@@ -101,11 +118,17 @@ class ExpressionRewriter:
             return [node.value]
         if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub) and isinstance(node.operand, ast.Constant):
             return [ast.literal_eval(node)]
-        return self._options.observation.values.get((self._file.path, self._file.span(node)), [])
+        observation, key = self._options.observation, (self._file.path, self._file.span(node))
+        return observation.values.get(key) or observation.in_double.get(key, [])
 
     def _value(self, node: ast.expr) -> Any:
         values = self._values(node)
         return values[0] if values else None
+
+    def _value_in_double(self, node: ast.expr) -> Any:
+        """Returns the value of an expression where the inputs are in double precision."""
+        values = self._options.observation.in_double.get((self._file.path, self._file.span(node)))
+        return values[0] if values else self._value(node)
 
     def _is_tensor(self, node: ast.expr) -> bool:
         return any(isinstance(value, ObservedTensor) for value in self._values(node))
@@ -247,7 +270,12 @@ class ExpressionRewriter:
             return self._options.spell("not_reached") + f'("{line}")'
         rule: Callable[..., str | None] | None = getattr(self, f"_render_{type(node).__name__.lower()}", None)
         text = rule(node) if rule is not None else None
-        return self._splice(node) if text is None else text
+        text = self._splice(node) if text is None else text
+        if isinstance(node, (ast.Call, ast.Subscript)) and isinstance(value := self._value(node), np.generic):
+            # Python's number, which does not promote arrays, as NumPy's does not in torch.
+            is_python = callee_name(self._file.parents[node]) in ("int", "float", "bool")
+            return text if is_python else f"{type(value.item()).__name__}({text})"
+        return text
 
     def _selected(self, node: ast.expr) -> str:
         """Returns the tensor that a mask selects elements of, whose other elements are not used.
@@ -256,11 +284,14 @@ class ExpressionRewriter:
         """
         assert isinstance(node, ast.Subscript)
         text = self._render(self._replaced[node])
+        return self._options.spell(f"jnp.where({self._render(node.slice)}, {text}, 1)") if self._strict(node) else text
+
+    def _strict(self, node: ast.expr, has_both: bool = True) -> bool:
+        """Whether an expression gets the strict spelling; records that it has both."""
         site = self._file.path, self._file.span(node)
-        self._options.alternatives[site] = None
-        if self._options.strict is not None and site not in self._options.strict:
-            return text
-        return self._options.spell(f"jnp.where({self._render(node.slice)}, {text}, 1)")
+        if has_both:
+            self._options.alternatives[site] = None
+        return self._options.strict is None or site in self._options.strict
 
     def _is_instrumented(self, node: ast.expr) -> bool:
         kinds = (ast.Name, ast.Attribute, ast.Subscript, ast.Call, ast.BinOp, ast.UnaryOp, ast.BoolOp, ast.Compare)
@@ -305,6 +336,9 @@ class ExpressionRewriter:
 
     def _object(self, node: ast.expr, value: Any) -> str | None:
         """Returns the text of a global object of torch; `None` if it is not torch's."""
+        is_apply = is_function_class(getattr(value, "__self__", None))
+        if is_torchs(value) and callable(value) and not (is_apply or isinstance(value, (type, torch.dtype))):
+            return self._function(node, value.__name__)
         if isinstance(value, torch.dtype):
             return self._options.spell(dtype_text(value))
         if isinstance(value, (torch.Tensor, ObservedTensor)):
@@ -312,6 +346,20 @@ class ExpressionRewriter:
         if is_function_class(value) and value.__module__.startswith("torch."):
             raise NoRuleError(f"{self._file.segment(node)} has no rule")
         return None
+
+    def _function(self, node: ast.expr, name: str) -> str:
+        """Returns a function that the code uses as a value."""
+        entries = [x for x in table().get(name, ()) if not x.is_method]
+        if not entries:
+            raise NoRuleError(f"{name} has no rule")
+        plain, strict, parameters = entries[0].plain, entries[0].strict, entries[0].signature.parameters
+        code = strict if self._strict(node, plain != strict) else plain
+        bare = re.fullmatch(r"([\w.]+)\((\{\w+\}(?:, \{\w+\})*)\)", code)
+        if bare is not None and fields(bare[2]) == [*parameters]:
+            return self._options.spell(bare[1])
+        passed = {name for name, x in parameters.items() if x.default is x.empty}
+        code = self._options.spell(select(code, passed))
+        return f"(lambda {', '.join(passed)}: {fill(code, {name: name for name in passed})})"
 
     def _render_attribute(self, node: ast.Attribute) -> str | None:
         if not isinstance(node.ctx, ast.Load):
@@ -350,11 +398,8 @@ class ExpressionRewriter:
 
     def _detached(self, node: ast.Attribute) -> str:
         """Returns `x.data`, which has no derivative in the strict spelling."""
-        site = self._file.path, self._file.span(node)
-        self._options.alternatives[site] = None
         text = self._render(node.value)
-        is_plain = self._options.strict is not None and site not in self._options.strict
-        return text if is_plain else self._options.spell(f"lax.stop_gradient({text})")
+        return self._options.spell(f"lax.stop_gradient({text})") if self._strict(node) else text
 
     def _render_subscript(self, node: ast.Subscript) -> str | None:
         base = self._value(node.value)
@@ -390,31 +435,36 @@ class ExpressionRewriter:
     def _one_index(self, index: ast.expr) -> str:
         text = self._splice(index) if isinstance(index, ast.Slice) else self._render(index)
         value = None if isinstance(index, ast.Slice) else self._value(index)
-        return self._options.spell(f"np.array({text})") if isinstance(value, list) else text
+        return self._options.spell(f"np.array({text})") if isinstance(value, (list, range)) else text
 
     def _checked_splice(self, node: ast.expr) -> str:
         """Returns the text of an operator expression on tensors, with a cast where JAX has another dtype."""
-        text = self._splice(node)
         parts = {f"p{i}": part for i, (_, part) in enumerate(_parts(node))}
         template = _template(node, {part: name for name, part in parts.items()})
-        values = {name: self._value(part) for name, part in parts.items()}
-        cast = self._cast(node, template, values, parts)
+        arguments = {name: Argument("", self._value(part), part) for name, part in parts.items()}
+        cast = self._cast(node, template, arguments)
+        text = self._splice(node)
         return text if cast is None else f"({text}).astype({cast})"
 
-    def _cast(
-        self, node: ast.expr, template: str, values: Mapping[str, Any], nodes: Mapping[str, ast.expr] | None = None
-    ) -> str | None:
-        """Returns the dtype to which JAX's result has to be cast, as text; `None` if it is torch's."""
-        expected = self._value(node)
-        if not isinstance(expected, ObservedTensor):
+    def _cast(self, node: ast.expr, template: str, arguments: Mapping[str, Any]) -> str | None:
+        """Returns the dtype to which JAX's result has to be cast, as text; `None` if it is torch's.
+
+        That is checked for the first observation in single precision, and for the first one in double precision.
+        """
+        found: list[tuple[dict[str, Any], ObservedTensor]] = []
+        is_observed = (self._file.path, self._file.span(node)) in self._options.observation.in_double
+        for value in (self._value, self._value_in_double) if is_observed else (self._value,):
+            _, values = _texts(_with_values(arguments, value))
+            if isinstance(expected := value(node), ObservedTensor):
+                found.append((values | {"dtype_of_result": expected.dtype}, expected))
+        if not any(self._check.cast(template, values, expected) for values, expected in found):
             return None
-        if not self._check.cast(template, values, expected):
-            return None
-        for name, value in values.items():
-            operand = None if nodes is None else nodes.get(name)
-            if isinstance(value, ObservedTensor) and value.dtype == expected.dtype and isinstance(operand, ast.Name):
-                return f"{operand.id}.dtype"
-        return self._options.spell(dtype_text(expected.dtype))
+        for name, argument in arguments.items():
+            operands = [(values.get(name), expected) for values, expected in found]
+            is_typed = all(isinstance(x, ObservedTensor) and x.dtype == expected.dtype for x, expected in operands)
+            if is_typed and isinstance(argument, Argument) and isinstance(argument.node, ast.Name):
+                return f"{argument.node.id}.dtype"
+        return self._options.spell(dtype_text(found[0][1].dtype))
 
     def _render_binop(self, node: ast.BinOp) -> str | None:
         return self._checked_splice(node) if isinstance(self._value(node), ObservedTensor) else None
@@ -446,6 +496,13 @@ class ExpressionRewriter:
                 return None
             name, arguments = self._callee(node)
             return self._apply(node, name, arguments, node.keywords)
+        root = root_name(node.func)
+        is_local = root is not None and self._is_variable(root.id) and isinstance(node.func, ast.Name)
+        if self._options.has_key_sequence and not is_local and code_of_function(function) in self._options.draws:
+            self.num_draws += 1
+            text = self._splice(node)
+            has_comma = text[:-1].rstrip().endswith((",", "("))
+            return f"{text[:-1].rstrip()}{'' if has_comma else ', '}keys=keys)"
         tensors = [x for x in node.args if self._is_tensor(x)]
         if tensors and function in (int, float, bool, list) and self._is_constant(tensors[0]):
             return f"{self._file.segment(node.func)}({self._in_numpy(tensors[0])})"
@@ -497,9 +554,13 @@ class ExpressionRewriter:
         return getattr(self._value(call.func), "__self__", None)
 
     def _is_torch_call(self, call: ast.Call) -> bool:
+        """Whether a call is one of a tensor's method, or of a torch function by its name."""
         if isinstance(call.func, ast.Attribute) and self._is_tensor(call.func.value):
             return True
-        return _is_torchs(self._value(call.func))
+        root = root_name(call.func)
+        is_variable = root is not None and self._is_variable(root.id)
+        is_method = self._bound_self(call) is not None and not isinstance(self._bound_self(call), types.ModuleType)
+        return is_torchs(self._value(call.func)) and root is not None and (is_method or not is_variable)
 
     def _callee(self, call: ast.Call) -> tuple[str, list[ast.expr]]:
         """Returns the name of a torch function, and its positional arguments."""
@@ -593,11 +654,8 @@ class ExpressionRewriter:
         raise NoRuleError(problem + ". Write it with other torch functions, or port it by jaxfn.from_torch")
 
     def _spell_entry(self, call: ast.Call, entry: Entry, bound: Mapping[str, Any]) -> str:
-        site = self._file.path, self._file.span(call)
-        strict = self._options.strict is None or site in self._options.strict
         plain_code, strict_code = (code_of(entry, bound, is_strict) for is_strict in (False, True))
-        if plain_code != strict_code:
-            self._options.alternatives[site] = None
+        strict = self._strict(call, plain_code != strict_code)
         problem: Exception | None = None
         for code in [strict_code] if strict else dict.fromkeys([plain_code, strict_code]):
             texts, values = _texts(bound)
@@ -610,8 +668,7 @@ class ExpressionRewriter:
                 values["dtype_of_result"] = tensor.dtype
             try:
                 self._check.shape(code, values, observed)
-                nodes = {n: a.node for n, a in bound.items() if isinstance(a, Argument)}
-                cast = self._cast(call, code, values, nodes)
+                cast = self._cast(call, code, bound)
             except NoRuleError as error:
                 problem = error
                 continue
@@ -627,9 +684,11 @@ class ExpressionRewriter:
         return self._options.spell(dtype_text(tensor.dtype))
 
     def _draw(self) -> str:
-        if not self._may_draw or self._loops or self._conditional:
-            raise NoRuleError("random numbers are drawn in a loop, or in a function that is called by others")
         self.num_draws += 1
+        if self._options.has_key_sequence:
+            return "next(keys)"
+        if not self._may_draw or self._loops or self._conditional:
+            raise DrawsRepeatedlyError
         return self._options.spell(f"jax.random.fold_in(key, {self.num_draws - 1})")
 
     def _call_expand(self, call: ast.Call, args: list[Argument], named: Mapping[Any, Argument]) -> str | None:
@@ -677,7 +736,12 @@ class ExpressionRewriter:
         return None
 
 
-def _is_torchs(function: Any) -> bool:
+def code_of_function(value: Any) -> CodeType | None:
+    """Returns the code of a Python function or method; `None` if it is something else."""
+    return getattr(getattr(value, "__func__", value), "__code__", None)
+
+
+def is_torchs(function: Any) -> bool:
     """Whether a callable is torch's."""
     if isinstance(function, (types.ModuleType, ObservedTensor, str, int, float)) or function is None:
         return False
@@ -687,7 +751,7 @@ def _is_torchs(function: Any) -> bool:
     return module.partition(".")[0] == "torch" or (is_builtin and owner.partition(".")[0] == "torch")
 
 
-def callee_name(node: ast.expr) -> str:
+def callee_name(node: ast.AST) -> str:
     function = node.func if isinstance(node, ast.Call) else node
     return function.attr if isinstance(function, ast.Attribute) else getattr(function, "id", "")
 
@@ -713,6 +777,16 @@ def _texts(bound: Mapping[str, Any]) -> tuple[dict[str, str], dict[str, Any]]:
             values[name] = tuple(x for values_ in spread for x in values_)
         values[f"{name}_args"] = values[name]
     return texts, values
+
+
+def _with_values(bound: Mapping[str, Any], value: Callable[[ast.expr], Any]) -> dict[str, Any]:
+    """Returns bound arguments with other observed values."""
+
+    def replace(argument: Argument) -> Argument:
+        node = argument.node
+        return argument._replace(value=value(node.value if isinstance(node, ast.Starred) else node))
+
+    return {n: replace(x) if isinstance(x, Argument) else tuple(map(replace, x)) for n, x in bound.items()}
 
 
 def _parts(node: ast.AST) -> Iterator[tuple[ast.AST, ast.expr]]:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
+from itertools import count
 from typing import Any
 
 import jax
@@ -13,12 +14,12 @@ from jax import lax
 
 
 def absolute(x: jax.Array) -> jax.Array:
-    """Returns |x|. The derivative at 0 is 0, as in torch."""
+    """Returns |x|. The derivative at 0 is 0."""
     return x * lax.stop_gradient(sign(x)) if jnp.issubdtype(x.dtype, jnp.floating) else jnp.abs(x)
 
 
 def sign(x: jax.Array) -> jax.Array:
-    """Returns the sign of x, 0 for NaN, as in torch."""
+    """Returns the sign of x, 0 for NaN."""
     return jnp.where(jnp.isnan(x), 0, jnp.sign(x)).astype(x.dtype) if jnp.isrealobj(x) else jnp.sign(x)
 
 
@@ -58,14 +59,14 @@ def lerp(x: jax.Array, end: jax.Array, weight: Any) -> jax.Array:
 
 def clamp_to_input(x: jax.Array, low: Any = None, high: Any = None) -> jax.Array:
     """Clamps. At a bound the derivative is that of x."""
-    x = x if low is None else jnp.where((x < low) | (low != low), low, x)
-    return x if high is None else jnp.where((x > high) | (high != high), high, x)
+    x = x if low is None else jnp.where((x < low) | jnp.isnan(low), low, x)
+    return x if high is None else jnp.where((x > high) | jnp.isnan(high), high, x)
 
 
 def clamp_to_bounds(x: jax.Array, low: Any = None, high: Any = None) -> jax.Array:
     """Clamps. At a bound the derivative by x is 0."""
-    x = x if low is None else jnp.where((x <= low) | (low != low), low, x)
-    return x if high is None else jnp.where((x >= high) | (high != high), high, x)
+    x = x if low is None else jnp.where((x <= low) | jnp.isnan(low), low, x)
+    return x if high is None else jnp.where((x >= high) | jnp.isnan(high), high, x)
 
 
 def hardtanh(x: jax.Array, low: float = -1.0, high: float = 1.0) -> jax.Array:
@@ -81,18 +82,6 @@ def hardsigmoid(x: jax.Array) -> jax.Array:
 def hardswish(x: jax.Array) -> jax.Array:
     """Returns x * hardsigmoid(x). At the ends the derivatives are 0 and 1."""
     return jnp.where(x <= -3, 0, jnp.where(x >= 3, x, x * (x + 3) / 6))
-
-
-@jax.custom_jvp
-def relu(x: jax.Array) -> jax.Array:
-    """Returns max(x, 0). The derivative at 0 is 0, at NaN 1."""
-    return jnp.maximum(x, 0)
-
-
-@relu.defjvp
-def relu_jvp(primals: Any, tangents: Any) -> tuple[jax.Array, jax.Array]:
-    """Returns `relu` and its tangent."""
-    return relu(*primals), lax.select(primals[0] <= 0, jnp.zeros_like(tangents[0]), tangents[0])
 
 
 def elu(x: jax.Array, alpha: float = 1.0) -> jax.Array:
@@ -147,15 +136,20 @@ def top_k(x: jax.Array, k: int, axis: int = -1, largest: bool = True) -> tuple[j
     return jnp.take_along_axis(x, index, axis), index
 
 
-def kth_value(x: jax.Array, k: int, axis: int = -1, keepdims: bool = False) -> jax.Array:
-    """Returns the k-th smallest element along an axis."""
-    return jnp.take(jnp.sort(x, axis), jnp.array([k - 1]) if keepdims else k - 1, axis)
+def kth_and_index(x: jax.Array, k: Any, axis: int, keepdims: bool = False) -> tuple[jax.Array, jax.Array]:
+    """Returns the k-th smallest element along an axis, and its index."""
+    index = jnp.take_along_axis(jnp.argsort(x, axis), jnp.asarray(k - 1).reshape((1,) * x.ndim), axis)
+    values = jnp.take_along_axis(x, index, axis)
+    return (values, index) if keepdims else (values.squeeze(axis), index.squeeze(axis))
 
 
-def median(x: jax.Array, axis: int, keepdims: bool = False) -> jax.Array:
-    """Returns the lower median along an axis, NaN if there is one."""
-    middle = kth_value(x, (x.shape[axis] + 1) // 2, axis, keepdims)
-    return jnp.where(jnp.isnan(x).any(axis, keepdims=keepdims), jnp.nan, middle).astype(x.dtype)
+def median(x: jax.Array, axis: int, keepdims: bool = False) -> tuple[jax.Array, jax.Array]:
+    """Returns the lower median along an axis, or NaN if there is one, and its index."""
+    num_numbers = (~jnp.isnan(x)).sum(axis, keepdims=True)
+    k = jnp.where(num_numbers < x.shape[axis], num_numbers, (x.shape[axis] - 1) // 2)
+    index = jnp.take_along_axis(jnp.argsort(x, axis), k, axis)
+    values = jnp.take_along_axis(x, index, axis)
+    return (values, index) if keepdims else (values.squeeze(axis), index.squeeze(axis))
 
 
 def sum_to_shape(x: jax.Array, shape: Sequence[int]) -> jax.Array:
@@ -346,11 +340,29 @@ def resize_nearest(x: jax.Array, size: Any = None, scale: Any = None) -> jax.Arr
     return x
 
 
-def pad(x: jax.Array, pads: Sequence[int], value: float = 0) -> jax.Array:
+def resize_linear(x: jax.Array, size: Any = None, scale: Any = None) -> jax.Array:
+    """Resizes the axes after the second one by linear interpolation."""
+    n = x.ndim - 2
+    scales = pairs(scale, n) if isinstance(scale, (list, tuple)) else (scale,) * n
+    sizes = [int(x.shape[i + 2] * scales[i]) for i in range(n)] if size is None else pairs(size, n)
+    for axis, length in enumerate(sizes, 2):
+        step = x.shape[axis] / length if size is not None else 1 / scales[axis - 2]
+        position = np.maximum((np.arange(length) + 0.5) * step - 0.5, 0)
+        low = np.minimum(position.astype(int), x.shape[axis] - 1)
+        weight = jnp.asarray((position - low).reshape(-1, *(1,) * (x.ndim - axis - 1)), x.dtype)
+        high = np.minimum(low + 1, x.shape[axis] - 1)
+        x = jnp.take(x, low, axis) * (1 - weight) + jnp.take(x, high, axis) * weight
+    return x
+
+
+def pad(x: jax.Array, pads: Sequence[int], value: float = 0, mode: str = "constant") -> jax.Array:
     """Pads x; `pads` has two numbers for each axis, from the last one. Negative numbers crop."""
     config = [(0, 0, 0)] * (x.ndim - len(pads) // 2)
     config += [(pads[i], pads[i + 1], 0) for i in range(len(pads) - 2, -1, -2)]
-    return lax.pad(x, jnp.asarray(value, x.dtype), config)
+    if mode == "constant":
+        return lax.pad(x, jnp.asarray(value, x.dtype), config)
+    modes = {"reflect": "reflect", "replicate": "edge", "circular": "wrap"}
+    return jnp.pad(x, [(low, high) for low, high, _ in config], mode=modes[mode])
 
 
 def layer_norm(x: jax.Array, shape: Any, weight: Any = None, bias: Any = None, eps: float = 1e-5) -> jax.Array:
@@ -362,15 +374,79 @@ def layer_norm(x: jax.Array, shape: Any, weight: Any = None, bias: Any = None, e
     return y if bias is None else y + bias
 
 
-def cross_entropy(x: jax.Array, target: jax.Array, reduction: str = "mean") -> jax.Array:
-    """Returns the cross entropy of logits, with the classes in axis 1, and integer labels."""
-    loss = -jnp.take_along_axis(jax.nn.log_softmax(x, axis=1), jnp.expand_dims(target, 1), axis=1).squeeze(1)
-    return loss.mean() if reduction == "mean" else loss.sum() if reduction == "sum" else loss
+def nll_loss(
+    x: jax.Array, target: jax.Array, weight: Any = None, ignore_index: int = -100, reduction: str = "mean"
+) -> jax.Array:
+    """Returns the loss of log-probabilities, with the classes in axis 1, and integer labels."""
+    label = jnp.where(target == ignore_index, 0, target)
+    weights = jnp.where(target == ignore_index, 0, 1 if weight is None else weight[label]).astype(x.dtype)
+    loss = jnp.where(weights == 0, 0, -jnp.take_along_axis(x, jnp.expand_dims(label, 1), 1).squeeze(1) * weights)
+    return loss.sum() / weights.sum() if reduction == "mean" else loss.sum() if reduction == "sum" else loss
+
+
+def huber(x: jax.Array, delta: float = 1.0) -> jax.Array:
+    """Returns x ** 2 / 2 for |x| below delta, and a line above."""
+    is_inside = jnp.abs(x) < delta
+    return jnp.where(is_inside, jnp.square(jnp.where(is_inside, x, 0)) / 2, delta * (jnp.abs(x) - delta / 2))
+
+
+def cosine_similarity(x: jax.Array, y: jax.Array, axis: int = 1, eps: float = 1e-8) -> jax.Array:
+    """Returns the cosine of the angle between vectors along an axis."""
+    norms = [jnp.maximum(vector_norm(z, axis=axis, keepdims=True), eps) for z in (x, y)]
+    return (x / norms[0] * (y / norms[1])).sum(axis)
+
+
+def hermitian(x: jax.Array) -> jax.Array:
+    """Returns the Hermitian matrix that has the lower triangle of x. Derivatives are spread over both."""
+    half, symmetric = jnp.tril(x, -1), (x + x.mT.conj()) / 2
+    diagonal = jnp.diagonal(x, axis1=-2, axis2=-1).real[..., None] * jnp.eye(x.shape[-1], dtype=x.dtype)
+    return symmetric + lax.stop_gradient(half + half.mT.conj() + diagonal - symmetric)
+
+
+def channel_shuffle(x: jax.Array, groups: int) -> jax.Array:
+    """Interleaves groups of channels."""
+    return x.reshape(x.shape[0], groups, -1, *x.shape[2:]).swapaxes(1, 2).reshape(x.shape)
+
+
+def pixel_shuffle(x: jax.Array, factor: int) -> jax.Array:
+    """Moves channels to blocks of pixels."""
+    *batch, c, h, w = x.shape
+    y = x.reshape(-1, c // factor**2, factor, factor, h, w).transpose(0, 1, 4, 2, 5, 3)
+    return y.reshape(*batch, c // factor**2, h * factor, w * factor)
+
+
+def pixel_unshuffle(x: jax.Array, factor: int) -> jax.Array:
+    """Moves blocks of pixels to channels."""
+    *batch, c, h, w = x.shape
+    y = x.reshape(-1, c, h // factor, factor, w // factor, factor).transpose(0, 1, 3, 5, 2, 4)
+    return y.reshape(*batch, c * factor**2, h // factor, w // factor)
+
+
+def rms_norm(x: jax.Array, shape: Any, weight: Any = None, eps: float | None = None) -> jax.Array:
+    """Divides x by the root mean square of the last axes, of the shape `shape`."""
+    axes = tuple(range(-len([shape] if isinstance(shape, int) else shape), 0))
+    y = x * lax.rsqrt(jnp.square(x).mean(axes, keepdims=True) + (jnp.finfo(x.dtype).eps if eps is None else eps))
+    return y if weight is None else y * weight
+
+
+def group_norm(x: jax.Array, groups: int, weight: Any = None, bias: Any = None, eps: float = 1e-5) -> jax.Array:
+    """Normalizes groups of channels."""
+    z = x.reshape(x.shape[0], groups, -1)
+    z = z - z.mean(2, keepdims=True)
+    y = (z * lax.rsqrt(jnp.square(z).mean(2, keepdims=True) + eps)).reshape(x.shape)
+    channels = (-1, *(1,) * (x.ndim - 2))
+    y = y if weight is None else y * weight.reshape(channels)
+    return y if bias is None else y + bias.reshape(channels)
 
 
 def dropout(key: jax.Array, x: jax.Array, p: float) -> jax.Array:
     """Sets elements to 0 with probability p, and divides the other ones by 1 - p."""
     return jnp.where(jax.random.bernoulli(key, 1 - p, x.shape), x / (1 - p) if p < 1 else 0, 0)
+
+
+def key_sequence(key: jax.Array) -> Iterator[jax.Array]:
+    """Returns a key for each draw of random numbers, in their order."""
+    return map(partial(jax.random.fold_in, key), count())
 
 
 def not_reached(line: str) -> Any:

@@ -5,11 +5,14 @@ from __future__ import annotations
 import ast
 import builtins
 import inspect
+import json
 import symtable
 import sys
 import textwrap
 import types
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from functools import partial
+from types import CodeType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -17,11 +20,20 @@ import torch
 
 from jaxfn._torch._compat import scripted_function
 from jaxfn._torch.source import helpers
-from jaxfn._torch.source.expressions import ReadsVariableError, RewriteOptions, Site
-from jaxfn._torch.source.observe import ObservedRun, is_function_class, is_user_function
+from jaxfn._torch.source.expressions import (
+    DrawsRepeatedlyError,
+    ReadsVariableError,
+    RewriteOptions,
+    Site,
+    callee_name,
+    code_of_function,
+    is_torchs,
+)
+from jaxfn._torch.source.observe import ObservedRun, is_function_class, is_user_class, is_user_function
 from jaxfn._torch.source.rewrite import FunctionRewriter
 from jaxfn._torch.source.source_file import SourceFile, Span, bound_names
 from jaxfn._torch.source.spelling import wrap
+from jaxfn._torch.source.table import table
 from jaxfn._torch.source.typecheck import dtype_text
 from jaxfn._torch.values.errors import TranslationError
 
@@ -65,6 +77,7 @@ def write_module(
     strict: Collection[Site] | None,
     arguments: Sequence[Any],
     once_differentiable: bool,
+    note: str,
 ) -> Module:
     """Writes the module that defines `function`, and the functions among `arguments`, for JAX.
 
@@ -74,21 +87,26 @@ def write_module(
       strict: The calls that get the strict spelling; all if it is `None`.
       arguments: The static arguments of the examples.
       once_differentiable: Whether second derivatives are to raise.
+      note: A sentence for the docstring of the module, if it is not empty.
     """
     options = RewriteOptions(observation, strict, _free_names(observation))
+    writer = partial(_Writer, options, function, once_differentiable, note)
     try:
-        return _write(options, function, arguments, once_differentiable)
+        try:
+            return _write(writer(), function, arguments)
+        except DrawsRepeatedlyError:
+            options.draws, options.has_key_sequence = _drawing_functions(observation), True
+            return _write(writer(), function, arguments)
     except SyntaxError as error:
         raise TranslationError(f"the source of {function.__name__} cannot be rewritten: {error}") from error
 
 
-def _write(options: RewriteOptions, function: Any, arguments: Sequence[Any], once_differentiable: bool) -> Module:
-    writer = _Writer(options, function, once_differentiable)
+def _write(writer: _Writer, function: Any, arguments: Sequence[Any]) -> Module:
     writer.add(function)
     for argument in arguments:
         if is_user_function(argument) or is_function_class(argument):
             writer.add(argument)
-    return Module(writer.module_text(), tuple(options.alternatives), writer.draws)
+    return Module(writer.module_text(), tuple(writer.options.alternatives), writer.draws)
 
 
 def _free_names(observation: ObservedRun) -> dict[str, str]:
@@ -106,6 +124,26 @@ def _free_names(observation: ObservedRun) -> dict[str, str]:
     return {name: f"{name}_" if name in taken else name for name in (*_IMPORTS, *_HELPERS)}
 
 
+def _drawing_functions(observation: ObservedRun) -> set[CodeType]:
+    """Returns the code of the functions that draw random numbers, or call others that do."""
+    found: set[CodeType] = set()
+
+    def draws(file: SourceFile, call: ast.Call) -> bool:
+        value = observation.values.get((file.path, file.span(call.func)), [None])[0]
+        entries = table().get(callee_name(call).removesuffix("_"), ())
+        return code_of_function(value) in found or (is_torchs(value) and any("{key}" in x.plain for x in entries))
+
+    while True:
+        new = {
+            code
+            for code, (file, node) in observation.functions.items()
+            if code not in found and any(draws(file, n) for n in ast.walk(node) if isinstance(n, ast.Call))
+        }
+        if not new:
+            return found
+        found |= new
+
+
 class _Writer:
     """Collects definitions, each after those that it uses.
 
@@ -113,14 +151,17 @@ class _Writer:
       draws: Whether the function draws random numbers.
     """
 
-    def __init__(self, options: RewriteOptions, main: Any, once_differentiable: bool) -> None:
+    def __init__(self, options: RewriteOptions, main: Any, once_differentiable: bool, note: str) -> None:
         self.draws = False
+        self._note = note
         self._once_differentiable = once_differentiable
-        self._options = options
+        self.options = options
         self._main = main
         self._parts: dict[str, str] = {}
+        self._constants: dict[str, str] = {}
         self._objects: dict[str, Any] = {}
         self._imports: set[str] = set()
+        self._draws: frozenset[str] = frozenset()  # The functions of a definition that draw.
 
     def add(self, value: Any) -> None:
         """Adds the definition of a function or class, after those that it uses."""
@@ -130,28 +171,30 @@ class _Writer:
                 raise TranslationError(f"the source cannot be rewritten: two definitions are named {name}. Rename one")
             return
         self._objects[name] = value
-        function = _some_method(value) if isinstance(value, type) else inspect.unwrap(value)
-        file, node = self._definition(value, function)
-        self._options.objects.clear()
+        file, node = self._definition(value)
+        self.options.objects.clear()
         if isinstance(node, ast.ClassDef):
             edits = self._class_edits(value, file, node)
         else:
             edits = self._edits(file, node, value is self._main, value)
         text = _edited(file, node, edits)
-        draws = self._options.draws
-        self._options.draws = frozenset()
+        draws, self._draws = self._draws, frozenset()
+        if draws and is_function_class(value) and value is not self._main:
+            raise TranslationError(f"the source cannot be rewritten: {name} draws random numbers, and is not applied")
         if draws:
-            if value is not self._main:
-                raise TranslationError(
-                    f"the source cannot be rewritten: {name} draws random numbers, and is not applied"
-                )
-            text, self.draws = _with_key(text, draws), True
-        self._add_names(text, function, dict(self._options.objects), name)
+            text, self.draws = _with_key(text, draws, value is self._main, self.options), True
+        self._add_names(text, _scope(value) | self.options.objects, file, name)
         self._parts[name] = text
 
-    def _definition(self, value: Any, function: Any) -> tuple[SourceFile, ast.FunctionDef | ast.ClassDef]:
-        file = self._options.observation.files.of(function)
-        node: Any = file.function(function.__code__)
+    def _definition(self, value: Any) -> tuple[SourceFile, ast.FunctionDef | ast.ClassDef]:
+        function = next(iter(_functions(value)), None)
+        file = self.options.observation.files.of(function or value)
+        node: Any
+        if function is None:  # A class without methods.
+            classes = [n for n in ast.walk(file.tree) if isinstance(n, ast.ClassDef) and n.name == value.__name__]
+            node = classes[0] if len(classes) == 1 else None
+        else:
+            node = file.function(function.__code__)
         while isinstance(value, type) and node is not None:
             if isinstance(node, ast.ClassDef) and node.name == value.__name__:
                 break
@@ -162,25 +205,25 @@ class _Writer:
 
     def _edits(self, file: SourceFile, node: ast.FunctionDef, may_draw: bool, function: Any) -> dict[Span, str]:
         """Returns the edits of a function, whose body raises if no example called it."""
-        statements = self._options.observation.statements
+        statements = self.options.observation.statements
         has_run = any((file.path, file.span(s)[0]) in statements for s in node.body)
         in_numpy: frozenset[str] = frozenset()
         while True:
-            rewriter = FunctionRewriter(file, node, self._options, may_draw, in_numpy)
+            rewriter = FunctionRewriter(file, node, self.options, may_draw, in_numpy)
             try:
                 rewriter.run() if has_run else rewriter.reject("no example called")
                 break
             except ReadsVariableError as error:
                 in_numpy |= {error.name}
         if rewriter.num_draws:
-            self._options.draws |= {node.name}
-        return rewriter.edits | _decorator_edits(file, node, self._options, inspect.unwrap(function) is function)
+            self._draws |= {node.name}
+        return rewriter.edits | _decorator_edits(file, node, self.options, inspect.unwrap(function) is function)
 
     def _class_edits(self, value: type, file: SourceFile, node: ast.ClassDef) -> dict[Span, str]:
         edits: dict[Span, str] = {}
         for base, base_node in zip(value.__bases__, node.bases, strict=False):
             if is_function_class(base) and base.__module__.startswith("torch."):
-                edits[file.span(base_node)] = f"{self._options.names['jaxfn']}.Function"
+                edits[file.span(base_node)] = f"{self.options.names['jaxfn']}.Function"
         for method in node.body:
             if not isinstance(method, ast.FunctionDef):
                 if not isinstance(method, (ast.Expr, ast.Assign, ast.AnnAssign, ast.Pass)):
@@ -194,32 +237,30 @@ class _Writer:
             is_main = value is self._main and method.name in ("backward", "vjp")
             if is_main and self._once_differentiable and "once_differentiable" not in decorators:
                 start, indent = file.line_span(method.lineno, method.lineno)[0], " " * method.col_offset
-                edits[start, start] = f"{indent}@{self._options.names['jaxfn']}.once_differentiable\n"
-        for decorator in node.decorator_list:  # The class that it returned is the one that is rewritten.
-            assert decorator.end_lineno is not None
+                edits[start, start] = f"{indent}@{self.options.names['jaxfn']}.once_differentiable\n"
+        for decorator in node.decorator_list if is_function_class(value) else ():
+            assert decorator.end_lineno is not None  # The class that it returned is the one that is rewritten.
             edits[file.line_span(decorator.lineno, decorator.end_lineno)] = ""
         return edits
 
-    def _add_names(self, text: str, function: Any, objects: dict[str, Any], where: str) -> None:
+    def _add_names(self, text: str, scope: Mapping[str, Any], file: SourceFile, where: str) -> None:
         """Adds everything that the global names in a text denote."""
-        code, closure = function.__code__, function.__closure__ or ()
-        cells = dict(zip(code.co_freevars, closure, strict=False))
         for name in _global_names(text):
-            if name in self._options.names.values() or name in self._objects or hasattr(builtins, name):
+            if name in self.options.names.values() or hasattr(builtins, name):
                 continue
-            if name in objects:
-                self._add_value(name, objects[name], function, where)
-            elif name in cells:
-                self._add_value(name, cells[name].cell_contents, function, where)
-            elif name in function.__globals__:
-                self._add_value(name, function.__globals__[name], function, where)
+            if name in self._objects:
+                if not _is_same(self._objects[name], scope.get(name, self._objects[name])):
+                    raise TranslationError(f"the source cannot be rewritten: two objects are named {name}. Rename one")
+            elif name in scope:
+                self._add_value(name, scope[name], file, where)
             elif name in _TYPING:
                 self._imports.add(f"from typing import {name}")
             else:
                 raise TranslationError(f"the source of {where} cannot be rewritten: {name} is not defined")
 
-    def _add_value(self, name: str, value: Any, function: Any, where: str) -> None:
+    def _add_value(self, name: str, value: Any, file: SourceFile, where: str) -> None:
         module = getattr(value, "__module__", None) or ""
+        value = scripted_function(value)
         is_standard = module.partition(".")[0] in (sys.stdlib_module_names - {"builtins", "__main__"})
         if isinstance(value, types.ModuleType):
             package = value.__name__.partition(".")[0]
@@ -228,11 +269,11 @@ class _Writer:
                     f"the source of {where} cannot be rewritten: it uses the module {value.__name__}"
                 )
             self._imports.add(f"import {value.__name__}" + f" as {name}" * (name != value.__name__))
-        elif is_user_function(scripted_function(value)) or is_function_class(value):
-            value = scripted_function(value)
-            if value.__name__ != name:
-                raise TranslationError(f"the source of {where} cannot be rewritten: {value.__name__} is named {name}")
+        elif is_user_function(value) or is_user_class(value):
             self.add(value)
+            if value.__name__ != name:
+                self._objects[name] = value
+                self._parts[name] = f"{name} = {value.__name__}"
         elif getattr(value, "__name__", "") == "apply" and is_function_class(getattr(value, "__self__", None)):
             self.add(value.__self__)
             self._objects[name] = value
@@ -240,16 +281,14 @@ class _Writer:
         elif is_standard and hasattr(sys.modules[module], name):
             self._imports.add(f"from {module} import {name}")
         else:
-            file = self._options.observation.files.of(function)
             self._objects[name] = value
-            self._parts[name] = _constant_text(name, value, file, where)
+            self._constants[name] = _constant_text(name, value, file, where)
 
     def module_text(self) -> str:
         """Returns the text of the module."""
-        names = self._options.names
-        constants = [text for text in self._parts.values() if _is_constant(text)]
-        definitions = [text for text in self._parts.values() if not _is_constant(text)]
-        used = _identifiers("\n\n".join(self._parts.values()))
+        names = self.options.names
+        parts = [*self._constants.values(), *self._parts.values()]
+        used = _identifiers("\n\n".join(parts))
         needed: set[str] = set()
         pending = [name for name in _HELPERS if names[name] in used]
         while pending:
@@ -259,27 +298,44 @@ class _Writer:
                 own = _identifiers(_HELPERS_FILE.segment(_HELPERS[name]))
                 rules = [n.name for n in _HELPERS.values() if any(name in ast.unparse(d) for d in n.decorator_list)]
                 pending += [*(own & _HELPERS.keys()), *rules]
-        copied = [self._options.spell(_definition_text(_HELPERS_FILE, _HELPERS[n])) for n in _HELPERS if n in needed]
-        used = _identifiers("\n\n".join((*self._parts.values(), *copied)))
+        copied = [self.options.spell(_definition_text(_HELPERS_FILE, _HELPERS[n])) for n in _HELPERS if n in needed]
+        used = _identifiers("\n\n".join((*parts, *copied)))
         imports = {_aliased(line, name, names[name]) for name, line in _IMPORTS.items() if names[name] in used}
         if copied:
-            modules = {"Any": "typing", "Sequence": "collections.abc", "partial": "functools"}
+            modules = dict.fromkeys(["Iterator", "Sequence"], "collections.abc")
+            modules |= {"Any": "typing", "partial": "functools", "count": "itertools"}
             imports |= {f"from {module} import {name}" for name, module in modules.items() if name in used}
-        head = _header(self._main)
-        head = "\n\n".join([head, _sorted_imports(imports | self._imports), *filter(None, ["\n".join(constants)])])
-        text = "\n\n\n".join([head, *copied, *definitions])
-        original = {line.strip() for file in self._options.observation.files.all() for line in file.lines()}
+        head = [_header(self._main, self._note), _sorted_imports(imports | self._imports)]
+        head += ["\n".join(self._constants.values())] if self._constants else []
+        text = "\n\n\n".join(["\n\n".join(head), *copied, *self._parts.values()])
+        original = {line.strip() for file in self.options.observation.files.all() for line in file.lines()}
         lines = text.splitlines()
         return "\n".join(x if x.strip() in original else wrap(x) for x in lines) + "\n"
 
 
-def _some_method(value: type) -> Any:
-    """Returns a Python function that a class itself defines."""
-    for attribute in vars(value).values():
-        method = getattr(attribute, "__func__", attribute)
-        if isinstance(method, types.FunctionType) and is_user_function(inspect.unwrap(method)):
-            return inspect.unwrap(method)
-    raise TranslationError(f"the source of {value.__name__} cannot be rewritten: it defines no method")
+def _functions(value: Any) -> list[Any]:
+    """Returns a function, or the Python functions that a class itself defines."""
+    attributes = list(vars(value).values()) if isinstance(value, type) else [value]
+    functions = [inspect.unwrap(getattr(x, "__func__", x)) for x in attributes if not isinstance(x, type)]
+    return [x for x in functions if is_user_function(x)]
+
+
+def _scope(value: Any) -> dict[str, Any]:
+    """Returns the objects that global names and those of closures denote in the code of a function or class."""
+    scope = dict(vars(sys.modules[value.__module__])) if value.__module__ in sys.modules else {}
+    for function in _functions(value):
+        cells = zip(function.__code__.co_freevars, function.__closure__ or (), strict=False)
+        scope |= function.__globals__ | {name: cell.cell_contents for name, cell in cells}
+    return scope
+
+
+def _is_same(x: Any, y: Any) -> bool:
+    """Whether two objects that have one name are one object, or equal constants."""
+    y = scripted_function(y)
+    is_constant = isinstance(x, (bool, int, float, complex, str, tuple, list, dict, torch.dtype))
+    if is_constant:
+        return type(x) is type(y) and x == y
+    return getattr(x, "__self__", x) is getattr(y, "__self__", y)
 
 
 def _decorator_edits(
@@ -320,48 +376,62 @@ def _edited(file: SourceFile, node: ast.FunctionDef | ast.ClassDef, edits: dict[
     return textwrap.dedent("".join((*pieces, file.slice((position, end))))).rstrip()
 
 
-def _with_key(text: str, draws: frozenset[str]) -> str:
-    """Adds a random key to the inputs of a Function or a function."""
+def _with_key(text: str, draws: frozenset[str], is_main: bool, options: RewriteOptions) -> str:
+    """Adds a random key to the inputs of a Function or a function, or a sequence of keys to those of a helper."""
     file = SourceFile("", text)
     definition = file.tree.body[0]
     assert isinstance(definition, (ast.FunctionDef, ast.ClassDef))
     body = definition.body if isinstance(definition, ast.ClassDef) else [definition]
     functions = {n.name: n for n in body if isinstance(n, ast.FunctionDef)}
+    if {"key", "keys"} & set().union(*map(bound_names, functions.values())):
+        raise TranslationError(
+            "the source cannot be rewritten: it draws random numbers and has a variable `key` or `keys`. Rename it"
+        )
+    edits: dict[Span, str] = {}
+    for name in draws - {"forward", *_DERIVATIVES} if isinstance(definition, ast.ClassDef) or not is_main else ():
+        edits |= _parameter(file, functions[name], "keys")
+    if not is_main:
+        return _edited(file, definition, edits)
     forward = functions["forward"] if isinstance(definition, ast.ClassDef) else definition
     assert isinstance(forward, ast.FunctionDef)
-    arguments = forward.args
-    if "key" in set().union(*map(bound_names, functions.values())):
-        raise TranslationError(
-            "the source cannot be rewritten: it draws random numbers and has a variable `key`. Rename it"
-        )
-    if arguments.kwarg is not None or "setup_context" in functions:
-        raise TranslationError(
-            "the source cannot be rewritten: it draws random numbers and has **kwargs or setup_context"
-        )
-    parameters = [*arguments.args, *arguments.kwonlyargs, *filter(None, [arguments.vararg])]
-    nodes = [*parameters, *arguments.defaults, *(x for x in arguments.kw_defaults if x is not None)]
-    end = max(file.span(x)[1] for x in nodes)
-    is_keyword_only = bool(arguments.kwonlyargs) or arguments.vararg is not None
-    edits = {(end, end): ", key=None" if is_keyword_only else ", *, key=None"}
+    edits |= _parameter(file, forward, "key=None")
+    assignment = options.spell("keys = key_sequence({})" if options.has_key_sequence else "key = {}")
+    lines: dict[str, list[str]] = {}
+    if options.has_key_sequence and forward.name in draws:
+        lines[forward.name] = [assignment.format("key")]
     if isinstance(definition, ast.ClassDef):
-        ctx = arguments.args[0].arg
-        if draws - {"forward"}:
-            edits |= _first_statement(file, forward, f"{ctx}.key = key")
-        for name in draws - {"forward"}:
-            ctx = functions[name].args.args[0].arg
-            key = f"key = jax.random.fold_in({ctx}.key, 0x{_BACKWARD_KEY_DATA:X})"
-            edits |= _first_statement(file, functions[name], key)
+        if (setup := functions.get("setup_context")) is not None:
+            ctx, inputs = (x.arg for x in setup.args.args[:2])
+            stored = f"{ctx}.key" if draws & {*_DERIVATIVES} else "_"
+            lines["setup_context"] = [f"*{inputs}, {stored} = {inputs}"]
+        elif draws & {*_DERIVATIVES}:
+            lines.setdefault("forward", []).insert(0, f"{forward.args.args[0].arg}.key = key")
+        for name in draws & {*_DERIVATIVES}:
+            key = f"jax.random.fold_in({functions[name].args.args[0].arg}.key, 0x{_BACKWARD_KEY_DATA:X})"
+            lines[name] = [assignment.format(key)]
         for name in ("backward", "vjp"):
             for statement in _returns(functions.get(name)):
                 edits |= _another_gradient(file, statement.value)
+    for name, new in lines.items():
+        first = functions[name].body[ast.get_docstring(functions[name]) is not None]
+        start, _ = file.span(first)
+        edits[start, start] = "".join(f"{line}\n{' ' * first.col_offset}" for line in new)
     return _edited(file, definition, edits)
 
 
-def _first_statement(file: SourceFile, node: ast.FunctionDef, line: str) -> dict[Span, str]:
-    """Returns the edit that adds a statement to a function, after its docstring."""
-    first = node.body[1] if ast.get_docstring(node) is not None else node.body[0]
-    start, _ = file.span(first)
-    return {(start, start): f"{line}\n{' ' * first.col_offset}"}
+def _parameter(file: SourceFile, node: ast.FunctionDef, text: str) -> dict[Span, str]:
+    """Returns the edit that adds a keyword-only parameter to a function."""
+    arguments = node.args
+    if arguments.kwarg is not None:
+        raise TranslationError("the source cannot be rewritten: a function with **kwargs draws random numbers")
+    parameters = [*arguments.args, *arguments.kwonlyargs, *filter(None, [arguments.vararg])]
+    nodes = [*parameters, *arguments.defaults, *(x for x in arguments.kw_defaults if x is not None)]
+    is_keyword_only = bool(arguments.kwonlyargs) or arguments.vararg is not None
+    if not nodes:
+        end = file.text.index(b"(", file.span(node)[0]) + 1
+        return {(end, end): f"*, {text}"}
+    end = max(file.span(x)[1] for x in nodes)
+    return {(end, end): f", {text}" if is_keyword_only else f", *, {text}"}
 
 
 def _returns(node: ast.AST | None) -> Iterator[ast.Return]:
@@ -405,10 +475,6 @@ def _identifiers(text: str) -> set[str]:
     return {n.id for n in ast.walk(ast.parse(text)) if isinstance(n, ast.Name)}
 
 
-def _is_constant(text: str) -> bool:
-    return not text.startswith(("def ", "class ", "@")) and not text.endswith(".apply")
-
-
 def _constant_text(name: str, value: Any, file: SourceFile, where: str) -> str:
     """Returns the assignment of a constant, that of the user's file if it has a literal."""
     for statement in file.tree.body:
@@ -427,7 +493,9 @@ def _literal(name: str, value: Any, where: str) -> str:
         return dtype_text(value)
     if isinstance(value, float) and not np.isfinite(value):
         return f'float("{value}")'
-    if value is None or isinstance(value, (bool, int, float, complex, str)):
+    if isinstance(value, str):
+        return json.dumps(value, ensure_ascii=False)
+    if value is None or isinstance(value, (bool, int, float, complex)):
         return repr(value)
     if isinstance(value, (tuple, list)):
         items = ", ".join(_literal(name, x, where) for x in value)
@@ -454,13 +522,9 @@ def _sorted_imports(lines: Collection[str]) -> str:
     return "\n\n".join("\n".join(section) for section in sections if section)
 
 
-def _header(function: Any) -> str:
+def _header(function: Any, note: str) -> str:
     """Returns the docstring of the module."""
-    kind = "The Function" if isinstance(function, type) else "The function"
     name = f"{function.__module__}.{function.__qualname__}"
-    lines = [
-        f"{kind} {function.__name__} for JAX, rewritten by jaxfn.",
-        "",
-        f"The text is that of {name}, whose license applies.",
-    ]
-    return '"""' + "\n".join(lines) + '\n"""'
+    texts = [f"{function.__name__} for JAX: the text of {name}, whose license applies, rewritten by jaxfn.", note]
+    lines = ["\n".join(textwrap.wrap(text, 116, break_long_words=False)) for text in texts if text]
+    return f'"""{lines[0]}"""' if len(lines) == 1 and "\n" not in lines[0] else '"""' + "\n\n".join(lines) + '\n"""'

@@ -9,6 +9,7 @@ import ast
 import copy
 import inspect
 import linecache
+import sys
 import threading
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
@@ -61,6 +62,7 @@ class ObservedRun:
 
     Attributes:
       values: The values of each expression, by file and position, with `ObservedTensor`s for tensors.
+      in_double: Those where the inputs were in double precision.
       statements: The file and position of each statement that ran.
       functions: The file and definition of each function that was instrumented.
       stale: The reads of variables whose memory was updated through another variable, each with a message.
@@ -68,19 +70,22 @@ class ObservedRun:
 
     files: SourceFiles = field(default_factory=SourceFiles)
     values: dict[tuple[str, Span], list[Any]] = field(default_factory=dict)
+    in_double: dict[tuple[str, Span], list[Any]] = field(default_factory=dict)
     statements: set[tuple[str, int]] = field(default_factory=set)
     functions: dict[CodeType, tuple[SourceFile, FunctionNode]] = field(default_factory=dict)
     stale: dict[tuple[str, Span], str] = field(default_factory=dict)
 
 
-def observe(function: Any, run: Callable[[], None]) -> ObservedRun:
-    """Calls `run`, which calls `function` (a Function class or a Python function), and returns what was observed."""
+def observe(function: Any, run: Callable[[], None], run_in_double: Callable[[], None]) -> ObservedRun:
+    """Calls functions that call `function` (a Function class or a Python function), and returns what was observed."""
     with _CODE_LOCK:
         hooks = _Instrumentation()
         try:
             hooks.instrument(function)
             with hooks:
                 run()
+                hooks.values = hooks.observation.in_double
+                run_in_double()
         finally:
             hooks.restore()
         return hooks.observation
@@ -100,10 +105,18 @@ def is_function_class(value: Any) -> bool:
     return isinstance(value, type) and issubclass(value, torch.autograd.Function)
 
 
+def is_user_class(value: Any) -> bool:
+    """Whether a value is a torch Function class, or another class of the user's code."""
+    if not isinstance(value, type) or is_function_class(value):
+        return isinstance(value, type)
+    path = getattr(sys.modules.get(value.__module__), "__file__", None)
+    return path is not None and is_user_code(path)
+
+
 def methods_of(function: type) -> Iterable[FunctionType]:
     """Yields the Python functions of a class and its bases."""
     for base in function.__mro__:
-        for attribute in vars(base).values():
+        for attribute in list(vars(base).values()):
             method = getattr(attribute, "__func__", attribute)
             if isinstance(method, FunctionType) and is_user_function(inspect.unwrap(method)):
                 yield inspect.unwrap(method)
@@ -115,6 +128,7 @@ class _Instrumentation(TorchFunctionMode):
     def __init__(self) -> None:
         super().__init__()
         self.observation = ObservedRun()
+        self.values = self.observation.values
         self._spans: list[tuple[str, Span]] = []
         self._old_code: list[tuple[FunctionType, CodeType]] = []
         self._globals: list[dict[str, Any]] = []
@@ -146,7 +160,7 @@ class _Instrumentation(TorchFunctionMode):
 
     def value(self, index: int, value: Any) -> Any:
         """Records an expression's value, and returns it."""
-        seen = self.observation.values.setdefault(self._spans[index], [])
+        seen = self.values.setdefault(self._spans[index], [])
         if len(seen) < _MAX_VALUES:
             seen.append(self._describe(value, len(seen) < _MAX_COPIES))
         self.instrument(value)
@@ -222,9 +236,8 @@ class _Instrumentation(TorchFunctionMode):
         elif isinstance(value, MethodType):
             value = value.__func__
         if isinstance(value, type):
-            if is_function_class(value):
-                for method in methods_of(value):
-                    self._instrument_function(method)
+            for method in methods_of(value):
+                self._instrument_function(method)
         elif isinstance(value, FunctionType):
             self._instrument_function(inspect.unwrap(value))
 

@@ -118,6 +118,7 @@ class Proof:
       constants: Numbers at which the code may have ties.
       is_valid: Whether torch accepts an example.
       methods: Which of `jvp` and `vmap` the Function defines.
+      rounds: Whether the code computes in single precision if its inputs are in double precision.
     """
 
     def __init__(
@@ -127,12 +128,14 @@ class Proof:
         constants: Sequence[float],
         is_valid: Callable[[Example], bool],
         methods: Sequence[str],
+        rounds: bool,
     ) -> None:
         self._oracle = oracle
         self._name = name
         self._constants = constants
         self._is_valid = is_valid
         self._transforms = {name: getattr(_Program, f"outputs_by_{name}") for name in methods}
+        self._rtol_in_double = _RTOL["float32"] if rounds else 0
         self._orders: dict[int, int] = {}
         self._samples: dict[int, list[tuple[str, Example]]] = {}
 
@@ -194,7 +197,7 @@ class Proof:
                 # Conversions of NaN and infinity to integers are not defined.
                 if what in ("at NaN", "at infinity"):
                     a, b = ([x for x in xs if x.dtype.kind not in "iu"] for xs in (a, b))
-                text = _difference(a, b)
+                text = _difference(a, b, self._rtol_in_double if group.is_double else 0)
                 if text is not None and not (
                     not group.is_double
                     and _difference(a, b, _MAX_ROUNDING) is None
@@ -310,7 +313,7 @@ def _compile(ours: _Program, theirs: _Program, order: int, arrays: Sequence[jax.
     return jax.jit(both).lower(arrays).compile(compiler_options=options)
 
 
-def _difference(ours: Sequence[Any], expected: Sequence[Any], rtol: float | None = None) -> str | None:
+def _difference(ours: Sequence[Any], expected: Sequence[Any], rtol: float = 0) -> str | None:
     """Returns how two lists of arrays differ; `None` if they agree."""
     if len(ours) != len(expected):
         return f"{len(ours)} arrays instead of {len(expected)}"
@@ -326,7 +329,7 @@ def _difference(ours: Sequence[Any], expected: Sequence[Any], rtol: float | None
         with np.errstate(all="ignore"):
             is_equal = (x == y) | (np.isnan(x) & np.isnan(y))
             finite = np.abs(y[np.isfinite(y)])
-            relative = _RTOL.get(str(b.dtype), _RTOL_DOUBLE) if rtol is None else rtol
+            relative = max(rtol, _RTOL.get(str(b.dtype), _RTOL_DOUBLE))
             allowed = relative * (np.abs(y) + (finite.max() if finite.size else 0))
             is_close = is_equal | (np.isfinite(x) & np.isfinite(y) & (np.abs(x - y) <= allowed))
         if not is_close.all():

@@ -23,10 +23,11 @@ ELEMENTWISE = """
 abs(input) => jnp.abs({input}) => absolute({input})
 absolute(input) => jnp.abs({input}) => absolute({input})
 acos(input) => jnp.arccos({input})
-arccos angle arcsin arctan ceil conj cos cosh deg2rad exp exp2 expm1 floor isfinite isinf isnan isneginf isposinf \
-    log log10 log1p log2 logical_not rad2deg round signbit sin sinc sinh sqrt square tan tanh trunc(input) => \
-    jnp.NAME({input})
+arccos arccosh angle arcsin arcsinh arctan arctanh ceil conj cos cosh deg2rad exp exp2 expm1 floor isfinite isinf \
+    isnan isneginf isposinf isreal log log10 log1p log2 logical_not rad2deg round signbit sin sinc sinh sqrt \
+    square tan tanh trunc(input) => jnp.NAME({input})
 acosh(input) => jnp.arccosh({input})
+adjoint(input) => {input}.conj().mT
 add(input, other) => {input} + {other}
 add(input, alpha: number, other: Tensor) => {input} + {alpha} * {other}
 add(input, other, *, alpha) => {input} + {alpha} * {other}
@@ -40,8 +41,8 @@ asin(input) => jnp.arcsin({input})
 asinh(input) => jnp.arcsinh({input})
 atan(input) => jnp.arctan({input})
 atan2(input, other) => jnp.arctan2({input}, {other})
-arctan2 copysign fmod hypot logaddexp logaddexp2 logical_and logical_or logical_xor maximum minimum(input, other) \
-    => jnp.NAME({input}, {other})
+arctan2 copysign fmod gcd hypot lcm nextafter logaddexp logaddexp2 logical_and logical_or logical_xor maximum \
+    minimum(input, other) => jnp.NAME({input}, {other})
 atanh(input) => jnp.arctanh({input})
 bitwise_and(input, other) => {input} & {other}
 bitwise_not(input) => ~{input}
@@ -51,6 +52,8 @@ bitwise_left_shift(input, other) => {input} << {other}
 bitwise_right_shift(input, other) => {input} >> {other}
 conj_physical(input) => jnp.conj({input})
 digamma erf erfc lgamma rsqrt(input) => lax.NAME({input})
+entr i0 i0e i1 i1e log_ndtr ndtr ndtri(input) => jax.scipy.special.NAME({input})
+gammainc gammaincc xlog1py zeta(input, other) => jax.scipy.special.NAME({input}, {other})
 div(input, other, *, rounding_mode: None) => {input} / {other}
 div(input, other, *, rounding_mode: "floor") => {input} // {other} => floor_divide({input}, {other})
 div(input: floats, other, *, rounding_mode: "trunc") => jnp.trunc({input} / {other})
@@ -69,8 +72,10 @@ ge greater_equal(input, other) => {input} >= {other}
 greater gt(input, other) => {input} > {other}
 heaviside(input, values) => jnp.heaviside({input}, {values})
 imag(input) => {input}.imag
+isin(elements, test_elements) => jnp.isin({elements}, {test_elements})
 isclose(input, other, rtol=1e-05, atol=1e-08, equal_nan=False) => jnp.isclose({input}, {other}[[, rtol={rtol}]][[, \
     atol={atol}]][[, equal_nan={equal_nan}]])
+ldexp(input, other) => {input} * 2.0 ** {other}
 le less_equal(input, other) => {input} <= {other}
 lerp(input, end, weight) => {input} + {weight} * ({end} - {input}) => lerp({input}, {end}, {weight})
 less lt(input, other) => {input} < {other}
@@ -81,6 +86,8 @@ nan_to_num(input, nan=0.0, posinf=None, neginf=None) => jnp.nan_to_num({input}[[
     posinf={posinf}]][[, neginf={neginf}]])
 ne not_equal(input, other) => {input} != {other}
 neg negative(input) => -{input}
+polygamma(n, input) => jax.scipy.special.polygamma({n}, {input})
+psi(input) => lax.digamma({input})
 polar(abs, angle) => lax.complex({abs} * jnp.cos({angle}), {abs} * jnp.sin({angle}))
 positive(input) => {input}
 pow(input, exponent) => {input} ** {exponent} => power({input}, {exponent})
@@ -129,7 +136,7 @@ log_softmax softmax(input, dim: int, *, dtype) => jax.nn.NAME({input}.astype({dt
 log_softmax softmax(input, dim: int, _stacklevel=3) => jax.nn.NAME({input}, axis={dim})
 log_sigmoid mish silu(input) => jax.nn.NAME({input})
 prelu(input, weight) => jnp.where({input} > 0, {input}, {weight} * {input})
-relu(input) => jax.nn.relu({input}) => relu({input})
+relu(input) => jax.nn.relu({input}) => jnp.where({input} <= 0, 0, {input})
 relu6(input) => jnp.clip({input}, 0, 6) => hardtanh({input}, 0, 6)
 selu(input) => jax.nn.selu({input}) => 1.0507009873554805 * elu({input}, 1.6732632423543772)
 softmin(input, dim: int) => jax.nn.softmax(-{input}, axis={dim})
@@ -146,6 +153,8 @@ dropout(input, p=0.5, training: False = True) => {input}
 REDUCTIONS = """
 all(input, dim=None, keepdim=False) => {input}.all([[axis={dim}]][[, keepdims={keepdim}]]) => jnp.all({input}[[, \
     axis={dim}]][[, keepdims={keepdim}]])
+aminmax(input, *, dim=None, keepdim=False) => ({input}.min([[axis={dim}]][[, keepdims={keepdim}]]), \
+    {input}.max([[axis={dim}]][[, keepdims={keepdim}]]))
 allclose(input, other, rtol=1e-05, atol=1e-08, equal_nan=False) => jnp.allclose({input}, {other}[[, \
     rtol={rtol}]][[, atol={atol}]][[, equal_nan={equal_nan}]])
 amax(input, dim=None, keepdim=False) => {input}.max([[axis={dim}]][[, keepdims={keepdim}]])
@@ -160,8 +169,14 @@ count_nonzero(input, dim=None) => jnp.count_nonzero({input}[[, axis={dim}]])
 cumprod(input, dim: int) => jnp.cumprod({input}, axis={dim})
 cumsum(input, dim: int, *, dtype=None) => jnp.cumsum({input}, axis={dim}[[, dtype={dtype}]])
 dist(input, other, p=2) => vector_norm({input} - {other}[[, {p}]])
-kthvalue(input, k: int, dim=-1, keepdim=False) => (kth_value({input}, {k}[[, axis={dim}]][[, keepdims={keepdim}]]), \
-    None)
+cummax cummin(input, dim: int) => (lax.NAME({input}, axis={dim}), None)
+kthvalue(input, k: int, dim: int = -1, keepdim=False) => kth_and_index({input}, {k}, {dim:-1}[[, {keepdim}]])
+msort(input) => jnp.sort({input}, axis=0)
+nanmean(input, dim=None, keepdim=False) => jnp.nanmean({input}[[, axis={dim}]][[, keepdims={keepdim}]])
+quantile(input, q, dim: ints = None, keepdim=False) => jnp.quantile({input}, {q}[[, axis={dim}]][[, \
+    keepdims={keepdim}]])
+trapezoid trapz(y, x: Tensor, *, dim=-1) => jnp.trapezoid({y}, {x}[[, axis={dim}]])
+trapezoid trapz(y, *, dx=1, dim=-1) => jnp.trapezoid({y}[[, dx={dx}]][[, axis={dim}]])
 linalg_norm(A, ord: None = None, dim: None = None, keepdim=False) => jnp.linalg.norm({A}[[, keepdims={keepdim}]]) => \
     vector_norm({A}[[, keepdims={keepdim}]])
 linalg_norm(A, ord=None, *, dim: int, keepdim=False) => jnp.linalg.norm({A}[[, {ord}]], axis={dim}[[, \
@@ -176,8 +191,8 @@ max(input, dim: int, keepdim=False) => ({input}.max(axis={dim}[[, keepdims={keep
     {input}.argmax(axis={dim}[[, keepdims={keepdim}]])) => max_and_index({input}, {dim}[[, {keepdim}]])
 mean(input, dim=None, keepdim=False, *, dtype=None) => {input}.mean([[axis={dim}]][[, dtype={dtype}]][[, \
     keepdims={keepdim}]])
-median(input) => median({input}.reshape(-1), 0)
-median(input, dim: int, keepdim=False) => (median({input}, {dim}[[, {keepdim}]]), None)
+median(input) => median({input}.reshape(-1), 0)[0]
+median(input, dim: int, keepdim=False) => median({input}, {dim}[[, {keepdim}]])
 min(input) => {input}.min()
 min(input, other: Tensor) => jnp.minimum({input}, {other})
 min(input, dim: int, keepdim=False) => ({input}.min(axis={dim}[[, keepdims={keepdim}]]), \
@@ -212,6 +227,9 @@ sum(input, dim=None, keepdim=False, *, dtype=None) => {input}.sum([[axis={dim}]]
 topk(input, k: int) => lax.top_k({input}, {k})
 topk(input, k: int, dim: int = -1, largest: bool = True, sorted=True) => top_k({input}, {k}[[, {dim}]][[, \
     largest={largest}]])
+std_mean(input, dim: ints, unbiased: bool = True, keepdim=False) => \
+    ({input}.std(axis={dim}, ddof=int({unbiased:True})[[, keepdims={keepdim}]]), \
+    {input}.mean(axis={dim}[[, keepdims={keepdim}]]))
 var_mean(input, dim: ints, unbiased: bool = True, keepdim=False) => \
     ({input}.var(axis={dim}, ddof=int({unbiased:True})[[, keepdims={keepdim}]]), \
     {input}.mean(axis={dim}[[, keepdims={keepdim}]]))
@@ -226,9 +244,11 @@ var(input, dim=None, *, correction, keepdim=False) => {input}.var([[axis={dim}]]
 SHAPES = """
 atleast_1d atleast_2d(input: Tensor) => jnp.NAME({input})
 broadcast_to(input, size) => jnp.broadcast_to({input}, {size})
+block_diag(*tensors) => jax.scipy.linalg.block_diag({tensors_args})
 broadcast_tensors(*tensors) => jnp.broadcast_arrays({tensors_args})
 cat concat(tensors, dim=0) => jnp.concatenate({tensors}[[, axis={dim}]])
 concatenate stack(tensors, dim=0) => jnp.NAME({tensors}[[, axis={dim}]])
+channel_shuffle(input, groups) => channel_shuffle({input}, {groups})
 chunk(input, chunks, dim=0) => jnp.split({input}, {chunks}[[, axis={dim}]])
 diag tril triu(input, diagonal=0) => jnp.NAME({input}[[, {diagonal}]])
 diag_embed(input) => {input}[..., None] * jnp.eye({input}.shape[-1], dtype={input}.dtype) => diagonal_matrix({input})
@@ -241,12 +261,14 @@ flatten(input, start_dim: int = 0, end_dim: int = -1) => flatten({input}, {start
 flip tile(input, *dims) => jnp.NAME({input}, {dims})
 fliplr flipud sum_to_size(input, *size) => sum_to_shape({input}, {size})
 squeeze(input) => jnp.NAME({input})
-hstack vstack(tensors) => jnp.NAME({tensors})
+column_stack dstack hstack vstack(tensors) => jnp.NAME({tensors})
 kron(input, other) => jnp.kron({input}, {other})
 meshgrid(*tensors, indexing: str = "ij") => jnp.meshgrid({tensors_args}, indexing={indexing:"ij"})
 moveaxis(input, source, destination) => jnp.moveaxis({input}, {source}, {destination})
 movedim(input, source, destination) => jnp.moveaxis({input}, {source}, {destination})
 narrow(input, dim: int, start, length) => lax.dynamic_slice_in_dim({input}, {start}, {length}, {dim})
+pixel_shuffle(input, upscale_factor) => pixel_shuffle({input}, {upscale_factor})
+pixel_unshuffle(input, downscale_factor) => pixel_unshuffle({input}, {downscale_factor})
 permute(input, *dims) => {input}.transpose({dims_args})
 repeat(input, *repeats) => jnp.tile({input}, {repeats})
 repeat_interleave(input, repeats: int, dim=None) => jnp.repeat({input}, {repeats}[[, axis={dim}]])
@@ -254,12 +276,14 @@ reshape(input, *shape) => {input}.reshape({shape_args})
 reshape_as view_as(input, other) => {input}.reshape({other}.shape)
 roll(input, shifts, dims=None) => jnp.roll({input}, {shifts}[[, {dims}]])
 rot90(input, k=1, dims=(0, 1)) => jnp.rot90({input}[[, {k}]][[, axes={dims}]])
+select_scatter(input, src, dim: int, index) => at_index({input}, {dim}, {index}).set({src})
 select(input, dim: int, index) => lax.index_in_dim({input}, {index}, {dim}, keepdims=False)
 split(tensor, split_size_or_sections: int, dim=0) => split({tensor}, {split_size_or_sections}[[, {dim}]])
 split(tensor, split_size_or_sections: ints, dim=0) => jnp.split({tensor}, \
     np.cumsum({split_size_or_sections})[:-1][[, axis={dim}]])
 split_with_sizes(tensor, split_size_or_sections: ints, dim=0) => jnp.split({tensor}, \
     np.cumsum({split_size_or_sections})[:-1][[, axis={dim}]])
+tensor_split(input, indices_or_sections, dim=0) => jnp.array_split({input}, {indices_or_sections}[[, axis={dim}]])
 squeeze(input, dim: ints) => squeeze({input}, {dim})
 swapaxes(input, axis0, axis1) => {input}.swapaxes({axis0}, {axis1})
 swapdims transpose(input, dim0, dim1) => {input}.swapaxes({dim0}, {dim1})
@@ -308,20 +332,33 @@ take_along_dim(input, indices, dim: int) => jnp.take_along_axis({input}, {indice
 LINEAR_ALGEBRA = """
 addmm(input, mat1: Tensor, mat2: Tensor) => {input} + {mat1} @ {mat2}
 addmm(input, mat1, mat2, *, beta=1, alpha=1) => {beta:1} * {input} + {alpha:1} * ({mat1} @ {mat2})
+addbmm(input, batch1, batch2) => {input} + ({batch1} @ {batch2}).sum(axis=0)
 addmv(input, mat, vec, *, beta=1, alpha=1) => {beta:1} * {input} + {alpha:1} * ({mat} @ {vec})
 addr(input, vec1, vec2, *, beta=1, alpha=1) => {beta:1} * {input} + {alpha:1} * jnp.outer({vec1}, {vec2})
 baddbmm(input, batch1: Tensor, batch2: Tensor) => {input} + {batch1} @ {batch2}
 baddbmm(input, batch1, batch2, *, beta=1, alpha=1) => {beta:1} * {input} + {alpha:1} * ({batch1} @ {batch2})
 bmm mm(input, mat2) => {input} @ {mat2}
 cdist(x1, x2, p=2.0) => vector_norm({x1}[..., :, None, :] - {x2}[..., None, :, :], {p:2.0}, axis=-1)
-cholesky det slogdet(input) => jnp.linalg.NAME({input})
+cholesky(input) => jnp.linalg.cholesky({input}) => lax.linalg.cholesky(hermitian({input}), symmetrize_input=False)
+cholesky_inverse(L) => jax.scipy.linalg.cho_solve(({L}, True), jnp.eye({L}.shape[-1], dtype={L}.dtype))
+cholesky_solve(B, L) => jax.scipy.linalg.cho_solve(({L}, True), {B})
+det slogdet(input) => jnp.linalg.NAME({input})
 cross(input, other, dim: int) => jnp.cross({input}, {other}, axis={dim})
 dot(input, tensor) => {input} @ {tensor}
 einsum(equation, *operands) => jnp.einsum({equation}, {operands_args})
 ger(input, vec2) => jnp.outer({input}, {vec2})
 inner vdot(input, other) => jnp.NAME({input}, {other})
 inverse(input) => jnp.linalg.inv({input})
-linalg_cholesky linalg_det linalg_eigh linalg_inv linalg_pinv linalg_qr linalg_slogdet(A) => jnp.linalg.NAME({A})
+linalg_cholesky(A) => jnp.linalg.cholesky({A}) => lax.linalg.cholesky(hermitian({A}), symmetrize_input=False)
+linalg_eigh(A) => jnp.linalg.eigh({A}) => jnp.linalg.eigh(hermitian({A}), symmetrize_input=False)
+linalg_eigvalsh(A) => jnp.linalg.eigvalsh({A}) => jnp.linalg.eigvalsh(hermitian({A}))
+linalg_matrix_norm(A, ord="fro") => jnp.linalg.norm({A}, {ord:"fro"}, axis=(-2, -1))
+linalg_matrix_power matrix_power(A, n) => jnp.linalg.matrix_power({A}, {n})
+linalg_multi_dot(tensors) => jnp.linalg.multi_dot({tensors})
+linalg_svdvals(A) => jnp.linalg.svd({A}, compute_uv=False)
+linalg_vecdot(x, y, *, dim=-1) => ({x}.conj() * {y}).sum(axis={dim:-1})
+pinverse(input) => jnp.linalg.pinv({input})
+linalg_det linalg_inv linalg_pinv linalg_qr linalg_slogdet(A) => jnp.linalg.NAME({A})
 linalg_cross(input, other, *, dim=-1) => jnp.cross({input}, {other}, axis={dim:-1})
 linalg_matmul matmul(input, other) => {input} @ {other}
 linalg_matrix_exp(A) => jax.scipy.linalg.expm({A})
@@ -347,13 +384,17 @@ fft_fftshift fft_ifftshift(input, dim=None) => jnp.fft.NAME({input}[[, axes={dim
 """
 
 LAYERS = """
+adaptive_avg_pool1d(input, output_size: 1) => {input}.mean(axis=-1, keepdims=True)
 adaptive_avg_pool2d(input, output_size: 1) => {input}.mean(axis=(-2, -1), keepdims=True)
-avg_pool2d(input, kernel_size, stride=None, padding=0) => pool({input}, 2, lax.add, {kernel_size}[[, {stride}]][[, \
-    padding={padding}]])
+adaptive_avg_pool2d(input, output_size: (1, 1)) => {input}.mean(axis=(-2, -1), keepdims=True)
+adaptive_max_pool2d(input, output_size: 1) => {input}.max(axis=(-2, -1), keepdims=True)
 avg_pool1d(input, kernel_size, stride=None, padding=0) => pool({input}, 1, lax.add, {kernel_size}[[, {stride}]][[, \
     padding={padding}]])
-binary_cross_entropy_with_logits(input, target) => jnp.mean(jax.nn.softplus({input}) - {input} * {target}) => \
-    jnp.mean((1 - {target}) * {input} - jax.nn.log_sigmoid({input}))
+avg_pool2d(input, kernel_size, stride=None, padding=0) => pool({input}, 2, lax.add, {kernel_size}[[, {stride}]][[, \
+    padding={padding}]])
+avg_pool3d(input, kernel_size, stride=None, padding=0) => pool({input}, 3, lax.add, {kernel_size}[[, {stride}]][[, \
+    padding={padding}]])
+cosine_similarity(x1, x2, dim=1, eps=1e-08) => cosine_similarity({x1}, {x2}[[, {dim}]][[, eps={eps}]])
 conv1d conv2d conv3d(input, weight, bias=None, stride=1, padding=0, dilation=1, groups=1) => convolution({input}, \
     {weight}[[, {bias}]][[, stride={stride}]][[, padding={padding}]][[, dilation={dilation}]][[, groups={groups}]])
 conv1d_input conv2d_input(input_size, weight, grad_output, stride=1, padding=0, dilation=1, groups=1) => \
@@ -365,34 +406,74 @@ conv1d_weight conv2d_weight(input, weight_size, grad_output, stride=1, padding=0
 conv_transpose1d conv_transpose2d(input, weight, bias=None, stride=1, padding=0, output_padding=0, groups=1, \
     dilation=1) => transposed_convolution({input}, {weight}[[, {bias}]][[, stride={stride}]][[, \
     padding={padding}]][[, output_padding={output_padding}]][[, groups={groups}]][[, dilation={dilation}]])
-cross_entropy(input, target: integers) => cross_entropy({input}, {target})
-cross_entropy(input, target: integers, *, reduction: str) => cross_entropy({input}, {target}, {reduction})
+cross_entropy(input, target: integers, weight=None, *, ignore_index=-100, reduction: str = "mean") => \
+    nll_loss(jax.nn.log_softmax({input}, axis=1), {target}[[, {weight}]][[, ignore_index={ignore_index}]][[, \
+    reduction={reduction}]])
+cross_entropy(input, target: floats) => -({target} * jax.nn.log_softmax({input}, axis=1)).sum(axis=1).mean()
+cross_entropy(input, target: floats, *, reduction: "none") => \
+    -({target} * jax.nn.log_softmax({input}, axis=1)).sum(axis=1)
 fold(input, output_size, kernel_size, dilation=1, padding=0, stride=1) => fold({input}, {output_size}, \
     {kernel_size}[[, dilation={dilation}]][[, padding={padding}]][[, stride={stride}]])
 interpolate(input, size=None, scale_factor=None, mode: "nearest" = "nearest") => resize_nearest({input}[[, \
     size={size}]][[, scale={scale_factor}]])
-kl_div(input, target, *, reduction: "none") => {target} * (jnp.log({target}) - {input}) => \
-    jax.scipy.special.xlogy({target}, {target}) - {target} * {input}
-l1_loss(input, target) => jnp.mean(jnp.abs({input} - {target})) => jnp.mean(absolute({input} - {target}))
+group_norm(input, num_groups, weight=None, bias=None, eps=1e-05) => group_norm({input}, {num_groups}[[, \
+    {weight}]][[, bias={bias}]][[, eps={eps}]])
+interpolate(input, size=None, scale_factor=None, mode: "bilinear" = "nearest", align_corners: False = False) => \
+    resize_linear({input}[[, size={size}]][[, scale={scale_factor}]])
+kl_div(input, target, *, reduction: "batchmean") => ({target} * (jnp.log({target}) - {input})).sum() / \
+    {input}.shape[0] => (jax.scipy.special.xlogy({target}, {target}) - {target} * {input}).sum() / {input}.shape[0]
 layer_norm(input, normalized_shape, weight=None, bias=None, eps=1e-05) => layer_norm({input}, {normalized_shape}[[, \
     {weight}]][[, bias={bias}]][[, eps={eps}]])
 max_pool1d(input, kernel_size, stride=None, padding=0, dilation: 1 = 1, ceil_mode: False = False) => \
     pool({input}, 1, lax.max, {kernel_size}[[, {stride}]][[, padding={padding}]])
 max_pool2d(input, kernel_size, stride=None, padding=0, dilation: 1 = 1, ceil_mode: False = False) => \
     pool({input}, 2, lax.max, {kernel_size}[[, {stride}]][[, padding={padding}]])
-smooth_l1_loss(input, target) => jnp.mean(jnp.where(jnp.abs({input} - {target}) < 1, \
-    jnp.square({input} - {target}) / 2, jnp.abs({input} - {target}) - 0.5))
-mse_loss(input, target) => jnp.mean(jnp.square({input} - {target}))
-mse_loss(input, target, *, reduction: "mean") => jnp.mean(jnp.square({input} - {target}))
-mse_loss(input, target, *, reduction: "sum") => jnp.sum(jnp.square({input} - {target}))
-mse_loss(input, target, *, reduction: "none") => jnp.square({input} - {target})
-nll_loss(input, target) => -jnp.mean(jnp.take_along_axis({input}, {target}[:, None], axis=1))
+max_pool3d(input, kernel_size, stride=None, padding=0, dilation: 1 = 1, ceil_mode: False = False) => \
+    pool({input}, 3, lax.max, {kernel_size}[[, {stride}]][[, padding={padding}]])
+nll_loss(input, target, weight=None, *, ignore_index=-100, reduction: str = "mean") => nll_loss({input}, {target}[[, \
+    {weight}]][[, ignore_index={ignore_index}]][[, reduction={reduction}]])
 pad(input, pad, mode: "constant" = "constant", value=0) => pad({input}, {pad}[[, {value}]])
+pad(input, pad, mode: str) => pad({input}, {pad}, mode={mode})
+pairwise_distance(x1, x2, p=2.0, eps=1e-06, keepdim=False) => vector_norm({x1} - {x2} + {eps:1e-6}, {p:2.0}, \
+    axis=-1[[, keepdims={keepdim}]])
+rms_norm(input, normalized_shape, weight=None, eps=None) => rms_norm({input}, {normalized_shape}[[, {weight}]][[, \
+    eps={eps}]])
 scaled_dot_product_attention(query, key, value) => jax.nn.softmax({query} @ {key}.mT / np.sqrt({query}.shape[-1]), \
     axis=-1) @ {value}
 unfold(input, kernel_size, dilation=1, padding=0, stride=1) => unfold({input}, {kernel_size}[[, \
     dilation={dilation}]][[, padding={padding}]][[, stride={stride}]])
 """
+
+# Losses of elements, which are averaged, added, or neither.
+LOSSES = """
+binary_cross_entropy(input, target) => -({target} * jnp.maximum(jnp.log({input}), -100) + (1 - {target}) * \
+    jnp.maximum(jnp.log1p(-{input}), -100))
+binary_cross_entropy_with_logits(input, target) => jax.nn.softplus({input}) - {input} * {target} => \
+    (1 - {target}) * {input} - jax.nn.log_sigmoid({input})
+huber_loss(input, target, *, delta=1.0) => huber({input} - {target}[[, {delta}]])
+kl_div(input, target) => {target} * (jnp.log({target}) - {input}) => \
+    jax.scipy.special.xlogy({target}, {target}) - {target} * {input}
+l1_loss(input, target) => jnp.abs({input} - {target}) => absolute({input} - {target})
+margin_ranking_loss(input1, input2, target, margin=0) => jax.nn.relu({margin:0} - {target} * ({input1} - {input2}))
+mse_loss(input, target) => jnp.square({input} - {target})
+smooth_l1_loss(input, target, *, beta=1.0) => huber({input} - {target}[[, {beta}]]) / {beta:1.0}
+soft_margin_loss(input, target) => jnp.log1p(jnp.exp(-{target} * {input})) => jax.nn.softplus(-{target} * {input})
+triplet_margin_loss(anchor, positive, negative, margin=1.0) => jax.nn.relu(vector_norm({anchor} - {positive} + 1e-6, \
+    axis=-1) - vector_norm({anchor} - {negative} + 1e-6, axis=-1) + {margin:1.0})
+"""
+
+
+def _with_reductions(losses: str) -> str:
+    """Returns the entries of losses for each reduction; the one without `reduction` is the mean."""
+    reductions = {"": ".mean()", 'reduction: "mean"': ".mean()", 'reduction: "sum"': ".sum()", 'reduction: "none"': ""}
+    new: list[str] = []
+    for parameter, code in reductions.items():
+        for line in filter(None, losses.splitlines()):
+            head, *spellings = line.split(" => ")
+            added = f", {'' if '*' in head else '*, '}{parameter})" if parameter else ")"
+            new.append(" => ".join([head[:-1] + added, *(f"({x}){code}" if code else x for x in spellings)]))
+    return "\n".join((*new, ""))
+
 
 # The dtype of results is written out, since JAX's default dtypes depend on x64.
 CREATION = """
@@ -487,6 +568,8 @@ RANDOM = """
 bernoulli(input) => jax.random.bernoulli({key}, {input}).astype({input}.dtype)
 bernoulli(input, p: number) => jax.random.bernoulli({key}, {p}, {input}.shape).astype({input}.dtype)
 bernoulli(input, p: Tensor) => jax.random.bernoulli({key}, {p}, {input}.shape).astype({input}.dtype)
+gumbel_softmax(logits, tau: number = 1, hard: False = False, *, dim=-1) => jax.nn.softmax(({logits} - \
+    jnp.log(jax.random.exponential({key}, {logits}.shape, {logits}.dtype))) / {tau:1}, axis={dim:-1})
 dropout(input, p: number, training: True = True) => dropout({key}, {input}, {p})
 exponential(input, lambd=1) => jax.random.exponential({key}, {input}.shape, {input}.dtype) / {lambd:1}
 normal(input: Tensor, mean: number = 0, std: number = 1) => {mean:0} + {std:1} * jax.random.normal({key}, \
@@ -511,6 +594,7 @@ ATTRIBUTES = {
     "device": "None",
     "grad_fn": "None",
     "is_cuda": "False",
+    "is_sparse": "False",
     "is_leaf": "False",
     "mH": "{input}.conj().mT",
 }
@@ -543,6 +627,7 @@ TABLE = "".join(
         INDEXING,
         LINEAR_ALGEBRA,
         LAYERS,
+        _with_reductions(LOSSES),
         CREATION,
         CONVERSIONS,
         QUESTIONS,

@@ -13,8 +13,8 @@ import torch
 from torch.utils import _pytree as torch_tree
 
 from jaxfn._torch.source.module import Module, write_module
-from jaxfn._torch.source.observe import ObservedRun, is_function_class, observe
-from jaxfn._torch.source.prove import Difference, Proof, make_groups
+from jaxfn._torch.source.observe import ObservedRun, ObservedTensor, is_function_class, observe
+from jaxfn._torch.source.prove import Difference, Proof, in_double, make_groups
 from jaxfn._torch.source.samples import Example, other_sizes, subsets
 from jaxfn._torch.values.errors import TranslationError
 
@@ -46,21 +46,28 @@ def write_source(
     call = function.apply if is_class else function
     flat = [x if _is_valid(call, x) else x.map(_as_int64, x.arrays) for x in flat]
     sizes = [x for example in flat for x in other_sizes(example, lambda x: _is_valid(call, x))]
-    observation = observe(function, lambda: _run_all(function, call, flat, sizes))
+    observation = observe(
+        function, lambda: _run_all(function, call, flat, sizes), lambda: _run_in_double(function, call, flat)
+    )
     statics = [x for example in flat for i, x in enumerate(example.leaves) if i not in example.arrays]
     groups = list(make_groups(flat, sizes))
     base: Any = torch.autograd.Function
     methods = [x for x in ("jvp", "vmap") if is_class and getattr(function, x) is not getattr(base, x)]
     constants = _constants(observation, statics)
-    proof = Proof(oracle, function.__name__, constants, lambda x: _is_valid(call, x), methods)
+    rounds = any(map(_is_single, observation.in_double.values()))
+    proof = Proof(oracle, function.__name__, constants, lambda x: _is_valid(call, x), methods, rounds)
     order = proof.order(groups[0])
     if order < 1:
         _check_order(function, proof, groups[0], order)
     # Derivatives that cannot be compared raise.
     once_differentiable = is_class and order == 1
 
+    has_sizes = any(x.leaves[i].ndim for x in flat for i in x.arrays)
+    note = "It was compared with torch at the example's sizes alone, since torch accepts no others."
+    note = note if has_sizes and not sizes else ""
+
     def write(strict: Any) -> tuple[Module, Difference | None]:
-        module = write_module(function, observation, strict, statics, once_differentiable)
+        module = write_module(function, observation, strict, statics, once_differentiable, note)
         return module, proof.first_difference(module, groups, order)
 
     module, difference = write(())
@@ -126,6 +133,19 @@ def _run_all(function: Any, call: Callable[..., Any], examples: Sequence[Example
                 _run_other_methods(function, call, example)
         for example in sizes:
             _run(call, example, tuple(example.inexact))
+
+
+def _run_in_double(function: Any, call: Callable[..., Any], examples: Sequence[Example]) -> None:
+    """Runs the examples in double precision, if the code accepts it."""
+    for example in examples:
+        with suppress(Exception):
+            _run_all(function, call, [example.map(in_double, example.inexact)], [])
+
+
+def _is_single(values: Sequence[Any]) -> bool:
+    """Whether some of the observed values have single precision, or less."""
+    dtypes = {x.dtype for x in values if isinstance(x, ObservedTensor)}
+    return any((dtype.is_floating_point or dtype.is_complex) and torch.finfo(dtype).eps > 1e-9 for dtype in dtypes)
 
 
 def _run(call: Callable[..., Any], example: Example, wanted: Sequence[int]) -> None:

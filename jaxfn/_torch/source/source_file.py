@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import inspect
+import sys
 from collections.abc import Callable, Iterable
 from types import CodeType
 from typing import Any
@@ -90,19 +91,20 @@ class SourceFiles:
         """Returns the files."""
         return self._files.values()
 
-    def of(self, function: Callable[..., Any]) -> SourceFile:
-        """Returns the file that defines a function.
+    def of(self, definition: Callable[..., Any]) -> SourceFile:
+        """Returns the file that defines a function or class.
 
         Raises:
           TranslationError: The source is not available.
         """
-        path = function.__code__.co_filename
+        code = getattr(definition, "__code__", None)
+        path = code.co_filename if code is not None else sys.modules[definition.__module__].__file__ or ""
         if path not in self._files:
             try:
-                lines, _ = inspect.findsource(function)
+                lines, _ = inspect.findsource(definition)
                 self._files[path] = SourceFile(path, "".join(lines))
             except (OSError, TypeError, SyntaxError) as error:
-                name = function.__qualname__
+                name = definition.__qualname__
                 raise TranslationError(
                     f"the source of {name} is not available ({error}), so it cannot be rewritten"
                 ) from error

@@ -72,7 +72,7 @@ def _is_list(value: Any) -> bool:
 
 def _accepts_argument(annotation: Any, argument: Argument) -> bool:
     """Whether a parameter accepts an argument. One with a literal type accepts the literal, and not a variable."""
-    is_literal = isinstance(argument.node, (ast.Constant, ast.UnaryOp))
+    is_literal = isinstance(argument.node, (ast.Constant, ast.UnaryOp, ast.Tuple))
     return _accepts(annotation, argument.value) and (
         is_literal or annotation in _TYPES or not isinstance(annotation, str)
     )

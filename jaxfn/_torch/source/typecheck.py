@@ -92,6 +92,8 @@ def _abstract(value: Any) -> Any:
         return jax.ShapeDtypeStruct(value.shape, jax.dtypes.canonicalize_dtype(numpy_dtype(value.dtype)))
     if isinstance(value, torch.dtype):
         return jax.dtypes.canonicalize_dtype(numpy_dtype(value))
+    if isinstance(value, np.generic):
+        return value.item()
     if isinstance(value, (list, tuple)):
         items = [_abstract(x) for x in value]
         return items if isinstance(value, list) else tuple(items)
