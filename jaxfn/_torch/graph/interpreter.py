@@ -24,6 +24,7 @@ from jaxfn._torch.graph.int64 import (
     LARGEST,
     TYPICAL,
     has_int64,
+    is_int64,
     is_large,
     magnitude_bounds,
     may_grow,
@@ -33,7 +34,7 @@ from jaxfn._torch.graph.int64 import (
 )
 from jaxfn._torch.graph.source_lines import Line
 from jaxfn._torch.graph.targets import JaxCall, OperationMap, key_by_name, operation_name
-from jaxfn._torch.operations import TABLE, Operation, entry_name, half_to_single, unsupported_reason
+from jaxfn._torch.operations import TABLE, Operation, entry_name, half_to_single, is_half, unsupported_reason
 from jaxfn._torch.values.arrays import jax_dtype, to_jax
 from jaxfn._torch.values.errors import TranslationError
 
@@ -85,6 +86,7 @@ class TranslatedGraph:
         limits = {node: _magnitude(graph_module, node) for node in self._constants}
         magnitudes = {node: limit for node, limit in limits.items() if limit is not None}
         sequence = [call.step for call in calls]
+        self._with_large_integers = {step.node for step in sequence if step.has_large_integers}
         self._conservative_bounds = magnitude_bounds(sequence, magnitudes, CONSERVATIVE)
         self._typical_bounds = magnitude_bounds(sequence, magnitudes, TYPICAL)
         missing = (call.operation for call in calls if isinstance(call.operation, Unsupported))
@@ -152,22 +154,23 @@ class TranslatedGraph:
         step, operation = call.step, cast(Operation, call.operation)
         node = step.node
         arguments, options = _substitute((step.arguments, step.options), values)
-        if not operation.accepts_half:
+        leaves = jax.tree_util.tree_leaves((arguments, options))
+        if not operation.accepts_half and any(map(is_half, leaves)):
             arguments, options = half_to_single((arguments, options))
         if operation.draws:
             if key is None:
                 raise TranslationError(f"{operation_name(node.target)}{_line(node)} draws random numbers: pass `key=`")
             arguments = (jax.random.fold_in(key, call.num_drawn), *arguments)
-        if _is_x64_off() and self._needs_int64(step, arguments, options):
+        if _is_x64_off() and self._needs_int64(step, leaves):
             return self._run_with_int64(call, arguments, options)
         with _line_scope(node):
             return _cast_as_recorded(operation.function(*arguments, **options), node)
 
-    def _needs_int64(self, step: Step, arguments: Any, options: Any) -> bool:
+    def _needs_int64(self, step: Step, operands: Sequence[Any]) -> bool:
         """Whether an operation has an operand, or may have a result, that does not fit in 32 bits."""
         is_large = self._conservative_bounds.get(step.node, 0) > LARGEST
         grows = is_large and may_grow(short_name(operation_name(step.node.target)))
-        return grows or step.has_large_integers or has_int64((arguments, options))
+        return grows or step.node in self._with_large_integers or any(map(is_int64, operands))
 
     def _run_with_int64(self, call: _ImplementedStep, arguments: Any, options: Any) -> Any:
         """Evaluates an operation on int64 arrays. A replacement gets int32, since it also runs elsewhere."""
@@ -479,10 +482,11 @@ def _cast_like(result: Any, recorded: Any, node: Node) -> Any:
         return result
     if result is None:  # A result that the output mask excludes.
         return None
-    array = jnp.asarray(result)
+    array = result if isinstance(result, jax.Array) else jnp.asarray(result)
     if tuple(array.shape) != tuple(recorded.shape):
         raise TranslationError(
             f"{operation_name(node.target)}{_line(node)} has a result of shape {tuple(recorded.shape)}; "
             f"its translation gave {tuple(array.shape)}"
         )
-    return lax.convert_element_type(array, jax_dtype(recorded.dtype))
+    dtype = jax_dtype(recorded.dtype)
+    return array if array.dtype == dtype and not array.weak_type else lax.convert_element_type(array, dtype)

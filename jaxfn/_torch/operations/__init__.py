@@ -19,6 +19,7 @@ from jaxfn._torch.operations import shapes as shapes
 from jaxfn._torch.operations import sorting as sorting
 from jaxfn._torch.operations import special as special
 from jaxfn._torch.operations.promotion import half_to_single as half_to_single
+from jaxfn._torch.operations.promotion import is_half as is_half
 from jaxfn._torch.operations.table import TABLE as TABLE
 from jaxfn._torch.operations.table import UNSUPPORTED as UNSUPPORTED
 from jaxfn._torch.operations.table import Operation as Operation

@@ -9,12 +9,12 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
-from jaxfn._torch.operations.table import mark_unsupported, operation, register_all
+from jaxfn._torch.operations.table import composite, mark_unsupported, register_all
 
 register_all({"aten.silu": jax.nn.silu})
 
 
-@operation("aten.relu")
+@composite("aten.relu")
 @jax.custom_jvp
 def relu(x: Array) -> Array:
     return jnp.maximum(x, 0)
@@ -27,7 +27,7 @@ def _(primals: Any, tangents: Any) -> tuple[Array, Array]:
     return relu(x), lax.select(x <= 0, lax.full_like(tangent, 0), tangent)
 
 
-@operation("aten.huber_loss")
+@composite("aten.huber_loss")
 def huber_loss(x: Array, target: Array, reduction: int = 1, delta: float = 1.0) -> Array:
     """Squares differences below `delta`: torch's decomposition squares their size, without a second derivative at 0."""
     difference = x - target
@@ -37,17 +37,17 @@ def huber_loss(x: Array, target: Array, reduction: int = 1, delta: float = 1.0) 
     return losses if not reduction else losses.mean() if reduction == 1 else losses.sum()
 
 
-@operation("aten.smooth_l1_loss")
+@composite("aten.smooth_l1_loss")
 def smooth_l1_loss(x: Array, target: Array, reduction: int = 1, beta: float = 1.0) -> Array:
     return huber_loss(x, target, reduction, beta) / beta
 
 
-@operation("aten._softmax")
+@composite("aten._softmax")
 def softmax(x: Array, dim: int, half_to_float: Any = False) -> Array:
     return jax.nn.softmax(x, dim) if x.ndim else jnp.ones_like(x)
 
 
-@operation("aten._safe_softmax")
+@composite("aten._safe_softmax")
 def safe_softmax(x: Array, dim: int, dtype: Any = None) -> Array:
     """Returns 0 where all elements are minus infinity."""
     x = x if dtype is None else x.astype(dtype)
@@ -55,52 +55,52 @@ def safe_softmax(x: Array, dim: int, dtype: Any = None) -> Array:
     return jnp.where(empty, 0, softmax(jnp.where(empty, 0, x), dim))
 
 
-@operation("aten._log_softmax")
+@composite("aten._log_softmax")
 def log_softmax(x: Array, dim: int, half_to_float: Any = False) -> Array:
     return jax.nn.log_softmax(x, dim) if x.ndim else jnp.zeros_like(x)
 
 
-@operation("aten._softmax_backward_data")
+@composite("aten._softmax_backward_data")
 def softmax_backward(gradient: Array, output: Array, dim: int, dtype: Any) -> Array:
     weighted = gradient * output
     return weighted - output * jnp.sum(weighted, dim if output.ndim else None, keepdims=True)
 
 
-@operation("aten._log_softmax_backward_data")
+@composite("aten._log_softmax_backward_data")
 def log_softmax_backward(gradient: Array, output: Array, dim: int, dtype: Any) -> Array:
     return gradient - jnp.exp(output) * jnp.sum(gradient, dim if output.ndim else None, keepdims=True)
 
 
-@operation("aten.gelu")
+@composite("aten.gelu")
 def gelu(x: Array, approximate: str = "none") -> Array:
     return jax.nn.gelu(x, approximate=approximate == "tanh")
 
 
-@operation("aten.elu")
+@composite("aten.elu")
 def elu(x: Array, alpha: float, scale: float, input_scale: float) -> Array:
     # The exponential of a positive element is not used, and must not overflow in the derivative.
     below = alpha * jnp.expm1(input_scale * jnp.where(x > 0, 0, x))
     return scale * jnp.where(x > 0, x, below)
 
 
-@operation("aten.leaky_relu")
+@composite("aten.leaky_relu")
 def leaky_relu(x: Array, negative_slope: float) -> Array:
     return jnp.where(x > 0, x, x * negative_slope)
 
 
-@operation("aten.hardtanh")
+@composite("aten.hardtanh")
 def hardtanh(x: Array, low: float, high: float) -> Array:
     """Clamps. torch's derivative at a bound is 0."""
     return jnp.where(x <= low, jnp.asarray(low, x.dtype), jnp.where(x >= high, jnp.asarray(high, x.dtype), x))
 
 
-@operation("aten.hardsigmoid")
+@composite("aten.hardsigmoid")
 def hardsigmoid(x: Array) -> Array:
     """Computes a piecewise-linear sigmoid. torch's derivative at both ends is 0."""
     return jnp.where(x <= -3, 0, jnp.where(x >= 3, 1, x / 6 + 0.5))
 
 
-@operation("aten.hardswish")
+@composite("aten.hardswish")
 def hardswish(x: Array) -> Array:
     """Computes `x * hardsigmoid(x)`. torch's derivative is 0 at the lower end and 1 at the upper one."""
     return jnp.where(x <= -3, 0, jnp.where(x >= 3, x, x * (x + 3) / 6))
@@ -114,33 +114,33 @@ mark_unsupported(
 )
 
 
-@operation("aten.threshold")
+@composite("aten.threshold")
 def threshold(x: Array, limit: float, value: float) -> Array:
     return jnp.where(x <= limit, jnp.asarray(value, x.dtype), x)
 
 
-@operation("aten.hardshrink")
+@composite("aten.hardshrink")
 def hardshrink(x: Array, limit: float) -> Array:
     return jnp.where((x >= -limit) & (x <= limit), 0, x)
 
 
-@operation("aten.hardshrink_backward", "aten.softshrink_backward")
+@composite("aten.hardshrink_backward", "aten.softshrink_backward")
 def shrink_backward(gradient: Array, x: Array, limit: float) -> Array:
     return jnp.where((x >= -limit) & (x <= limit), 0, gradient)
 
 
-@operation("aten.softshrink")
+@composite("aten.softshrink")
 def softshrink(x: Array, limit: float) -> Array:
     return jnp.where(x > limit, x - limit, jnp.where(x < -limit, x + limit, x * 0))
 
 
-@operation("aten.softplus")
+@composite("aten.softplus")
 def softplus(x: Array, beta: float, limit: float) -> Array:
     steep = x * beta > limit
     return jnp.where(steep, x, jnp.log1p(jnp.exp(jnp.where(steep, 0, x) * beta)) / beta)
 
 
-@operation("aten.logit")
+@composite("aten.logit")
 def logit(x: Array, eps: float | None) -> Array:
     x = x if eps is None else jnp.clip(x, eps, 1 - eps)
     return jnp.log(x / (1 - x))

@@ -19,7 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from jaxfn._torch.operations.table import operation
+from jaxfn._torch.operations.table import composite
 from jaxfn._torch.values.errors import TranslationError
 
 
@@ -60,7 +60,7 @@ def _per_head(x: Array, query: Array) -> Array:
     return x if x.shape[-3] == query.shape[-3] else jnp.repeat(x, query.shape[-3] // x.shape[-3], -3)
 
 
-@operation("aten._scaled_dot_product_flash_attention_for_cpu_backward")
+@composite("aten._scaled_dot_product_flash_attention_for_cpu_backward")
 def attention_backward(
     gradient: Array,
     query: Array,

@@ -15,14 +15,14 @@ from jax import Array, lax
 
 from jaxfn._torch.operations.platforms import by_platform
 from jaxfn._torch.operations.promotion import half_to_single
-from jaxfn._torch.operations.table import operation
+from jaxfn._torch.operations.table import composite
 
 Pads = Sequence[tuple[int, int]]
 # The stride, padding, dilation and output padding of a transposed convolution along each axis, and its groups.
 _Options = tuple[Sequence[int], Sequence[int], Sequence[int], Sequence[int], int]
 
 
-@operation("aten.convolution", accepts_half=True)
+@composite("aten.convolution", accepts_half=True)
 def convolution(
     x: Array,
     weight: Array,
@@ -195,7 +195,7 @@ def _transposed_on_cpu(options: _Options, x: Array, weight: Array) -> Array:
     return y.reshape(len(y), channels, *covered)[(..., *inside)]
 
 
-@operation("aten.convolution_backward", accepts_half=True)
+@composite("aten.convolution_backward", accepts_half=True)
 def convolution_backward(
     gradient: Array,
     x: Array,

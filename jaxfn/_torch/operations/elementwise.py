@@ -10,6 +10,8 @@ import numpy as np
 from jax import Array, lax
 
 from jaxfn._torch._compat import CLAMP_SPLITS_TIES
+from jaxfn._torch.operations.primitives import add as add_arrays
+from jaxfn._torch.operations.primitives import multiply, subtract, true_divide
 from jaxfn._torch.operations.promotion import (
     as_dtype,
     compute_dtype,
@@ -47,7 +49,7 @@ register_all(
         "aten.tan": jnp.tan,
         "aten.tanh": jnp.tanh,
         "aten.trunc": jnp.trunc,
-        "aten.mul": promote(jnp.multiply),
+        "aten.mul": promote(multiply),
         "aten.deg2rad": promote_to_inexact(jnp.deg2rad),
         "aten.rad2deg": promote_to_inexact(jnp.rad2deg),
         "aten.reciprocal": promote_to_inexact(jnp.reciprocal),
@@ -99,7 +101,7 @@ def sub(x: Any, y: Any, alpha: Any = 1) -> Array:
     return _difference(x, y) if alpha == 1 else _scaled_sum(x, y, -alpha)
 
 
-_sum, _difference = promote(jnp.add), promote(jnp.subtract)
+_sum, _difference = promote(add_arrays), promote(subtract)
 
 
 @promote
@@ -118,7 +120,7 @@ def div(x: Any, y: Any, rounding_mode: str | None = None) -> Array:
     dtype = result_type(x, y)
     x, y = as_dtype(x, dtype), as_dtype(y, dtype)
     if rounding_mode is None:
-        return to_inexact(x) / to_inexact(y)
+        return true_divide(to_inexact(x), to_inexact(y))
     if jnp.issubdtype(dtype, jnp.integer):
         return jnp.floor_divide(x, y) if rounding_mode == "floor" else lax.div(*jnp.broadcast_arrays(x, y))
     if rounding_mode == "trunc":

@@ -12,6 +12,7 @@ from jax import Array, lax
 
 from jaxfn._torch._compat import SOLVE_FACTORS_TRANSPOSE
 from jaxfn._torch.operations.derivative import apply_vjp
+from jaxfn._torch.operations.primitives import add, matmul
 from jaxfn._torch.operations.promotion import compute_dtype, half_to_single
 from jaxfn._torch.operations.reductions import vector_norm
 from jaxfn._torch.operations.table import mark_unsupported, operation, register_all
@@ -19,8 +20,8 @@ from jaxfn._torch.values.errors import TranslationError
 
 register_all(
     {
-        "aten.mm.default": jnp.matmul,
-        "aten.bmm.default": jnp.matmul,
+        "aten.mm.default": matmul,
+        "aten.bmm.default": matmul,
         "aten.mv": jnp.matmul,
         "aten.dot": jnp.dot,
         "aten.vdot": jnp.vdot,
@@ -33,8 +34,8 @@ register_all({"aten.linalg_eig": jnp.linalg.eig, "aten._linalg_eigvals": jnp.lin
 @operation("aten.addmm.default", "aten.addmv", "aten.baddbmm.default", accepts_half=True)
 def addmm(x: Array, first: Array, second: Array, *, beta: Any = 1, alpha: Any = 1) -> Array:
     """Leaves `x` out if `beta` is 0, even if it is NaN. Half precision is rounded once, at the end."""
-    product = scale(jnp.matmul(first, second, preferred_element_type=compute_dtype(first.dtype)), alpha)
-    return product if beta == 0 else scale(half_to_single(x), beta) + product
+    product = scale(matmul(first, second, compute_dtype(first.dtype)), alpha)
+    return product if beta == 0 else add(scale(half_to_single(x), beta), product)
 
 
 @operation("aten.addr")

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
-from jaxfn._torch.operations.table import operation
+from jaxfn._torch.operations.table import composite
 
 Optional = Array | None
 
@@ -38,7 +38,7 @@ def _center(x: Array, over: Sequence[int]) -> _Centered:
     return _Centered(values, mean, jnp.mean(jnp.square(values), over, keepdims=True))
 
 
-@operation("aten.native_layer_norm")
+@composite("aten.native_layer_norm")
 def layer_norm(
     x: Array, normalized_shape: Sequence[int], weight: Optional, bias: Optional, eps: float
 ) -> tuple[Array, Array, Array]:
@@ -49,7 +49,7 @@ def layer_norm(
     return y if bias is None else y + bias, centered.mean, rstd
 
 
-@operation("aten.native_layer_norm_backward")
+@composite("aten.native_layer_norm_backward")
 def layer_norm_backward(
     gradient: Array,
     x: Array,
@@ -72,7 +72,7 @@ def layer_norm_backward(
     return grad_x if first else None, grad_weight if second else None, grad_bias if third else None
 
 
-@operation("aten._weight_norm_interface")
+@composite("aten._weight_norm_interface")
 def weight_norm(v: Array, g: Array, dim: int = 0) -> tuple[Array, Array]:
     """Returns `v` with the norms `g` over all axes but one, and its own norms."""
     over = tuple(axis for axis in range(v.ndim) if axis != dim % v.ndim)
@@ -80,7 +80,7 @@ def weight_norm(v: Array, g: Array, dim: int = 0) -> tuple[Array, Array]:
     return v * (g / norms), norms
 
 
-@operation("aten._weight_norm_interface_backward")
+@composite("aten._weight_norm_interface_backward")
 def weight_norm_backward(gradient: Array, v: Array, g: Array, norms: Array, dim: int) -> tuple[Array, Array]:
     def forward(v: Array, g: Array) -> Array:
         return weight_norm(v, g, dim)[0]
@@ -89,7 +89,7 @@ def weight_norm_backward(gradient: Array, v: Array, g: Array, norms: Array, dim:
     return pull(gradient.astype(jnp.result_type(v, g, norms)))
 
 
-@operation("aten.native_group_norm")
+@composite("aten.native_group_norm")
 def group_norm(
     x: Array, weight: Optional, bias: Optional, n: int, channels: int, size: int, groups: int, eps: float
 ) -> tuple[Array, Array, Array]:
@@ -100,7 +100,7 @@ def group_norm(
     return y, centered.mean.reshape(n, groups), rstd.reshape(n, groups)
 
 
-@operation("aten.native_group_norm_backward")
+@composite("aten.native_group_norm_backward")
 def group_norm_backward(
     gradient: Array,
     x: Array,
@@ -136,7 +136,7 @@ def _along_channels(x: Array, ndim: int) -> Array:
     return x.reshape(1, -1, *[1] * (ndim - 2))
 
 
-@operation("aten._native_batch_norm_legit_functional")
+@composite("aten._native_batch_norm_legit_functional")
 def batch_norm_functional(
     x: Array,
     weight: Optional,
@@ -163,7 +163,7 @@ def batch_norm_functional(
     return y, mean, rstd, lax.stop_gradient(new_mean), lax.stop_gradient(new_var)
 
 
-@operation("aten._batch_norm_with_update_functional")
+@composite("aten._batch_norm_with_update_functional")
 def batch_norm_with_update(
     x: Array, weight: Optional, bias: Optional, running_mean: Array, running_var: Array, momentum: float, eps: float
 ) -> tuple[Array, ...]:
@@ -195,7 +195,7 @@ def _batch_factor(rstd: Array, weight: Optional, ndim: int) -> Array:
     return rstd if weight is None else rstd * _along_channels(weight, ndim)
 
 
-@operation("aten._native_batch_norm_legit.no_stats")
+@composite("aten._native_batch_norm_legit.no_stats")
 def batch_norm_no_stats(
     x: Array, weight: Optional, bias: Optional, training: bool, momentum: float, eps: float
 ) -> tuple[Array, Array, Array]:
@@ -203,7 +203,7 @@ def batch_norm_no_stats(
     return y, mean, rstd
 
 
-@operation("aten._native_batch_norm_legit_no_training")
+@composite("aten._native_batch_norm_legit_no_training")
 def batch_norm_no_training(
     x: Array, weight: Optional, bias: Optional, running_mean: Array, running_var: Array, momentum: float, eps: float
 ) -> tuple[Array, Array, Array]:

@@ -16,7 +16,7 @@ from jaxfn._mesh_types import is_sharded
 from jaxfn._torch.operations.derivative import apply_vjp
 from jaxfn._torch.operations.platforms import by_platform
 from jaxfn._torch.operations.promotion import is_inexact
-from jaxfn._torch.operations.table import operation, register_all
+from jaxfn._torch.operations.table import composite, register_all
 
 
 class Windows(NamedTuple):
@@ -157,7 +157,7 @@ def max_pool_backward(spatial: int, gradient: Array, x: Array, *options: Any) ->
     return flat.at[at].add(gradient.reshape(rows, -1)).reshape(x.shape)
 
 
-@operation("aten.adaptive_max_pool2d", "aten.adaptive_max_pool3d")
+@composite("aten.adaptive_max_pool2d", "aten.adaptive_max_pool3d")
 def adaptive_max_pool(x: Array, output_size: Sequence[int]) -> tuple[Array, Array]:
     lengths = x.shape[-len(output_size) :]
     return _max_over(x, [_adaptive_windows(*axis) for axis in zip(lengths, output_size, strict=True)])
@@ -227,7 +227,7 @@ def avg_pool_backward(spatial: int, gradient: Array, x: Array, *options: Any) ->
     return apply_vjp(lambda x: avg_pool(spatial, x, *options), gradient, x)
 
 
-@operation("aten._adaptive_avg_pool2d", "aten._adaptive_avg_pool3d")
+@composite("aten._adaptive_avg_pool2d", "aten._adaptive_avg_pool3d")
 def adaptive_avg_pool(x: Array, output_size: Sequence[int]) -> Array:
     """Computes means over one axis after the other, since a mean over a box is a mean of means."""
     for axis, windows in enumerate(output_size, x.ndim - len(output_size)):
@@ -252,5 +252,6 @@ for _n in (2, 3):
             f"aten.avg_pool{_n}d": partial(avg_pool, _n),
             f"aten.avg_pool{_n}d_backward": partial(avg_pool_backward, _n),
             f"aten._adaptive_avg_pool{_n}d_backward": partial(adaptive_avg_pool_backward, _n),
-        }
+        },
+        is_composite=True,
     )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -63,6 +63,8 @@ def promote(function: Callable[..., Any], *, cast: Callable[[Any, Any], jax.Arra
 
     @functools.wraps(function)
     def cast_first(*operands: Any, **options: Any) -> Any:
+        if _have_one_dtype(operands):
+            return function(*operands, **options)
         dtype = result_type(*(operand for operand in operands if operand is not None))
         computed = compute_dtype(dtype)
         return function(*(None if x is None else cast(x, dtype).astype(computed) for x in operands), **options)
@@ -70,8 +72,16 @@ def promote(function: Callable[..., Any], *, cast: Callable[[Any, Any], jax.Arra
     return cast_first
 
 
+def _have_one_dtype(operands: Sequence[Any]) -> bool:
+    """Whether all operands are arrays of one dtype, in which torch computes."""
+    dtypes = {operand.dtype for operand in operands if isinstance(operand, jax.Array)}
+    return len(dtypes) == 1 and all(isinstance(x, jax.Array) for x in operands) and not _is_half(*dtypes)
+
+
 def as_dtype(x: Any, dtype: Any) -> jax.Array:
     """Casts an operand to an array of a dtype; a Python integer that does not fit wraps around, as in torch."""
+    if isinstance(x, jax.Array) and x.dtype == dtype:
+        return x
     dtype = np.dtype(dtype)
     if type(x) is int and jnp.issubdtype(dtype, jnp.integer):
         bits = 8 * dtype.itemsize
@@ -90,9 +100,14 @@ def half_to_single(arguments: Any) -> Any:
     """Casts half-precision arrays in an operation's arguments to single precision."""
 
     def widen(x: Any) -> Any:
-        return x.astype(np.float32) if isinstance(x, jax.Array) and _is_half(x.dtype) else x
+        return x.astype(np.float32) if is_half(x) else x
 
     return jax.tree_util.tree_map(widen, arguments)
+
+
+def is_half(x: Any) -> bool:
+    """Whether a value is an array in half precision."""
+    return isinstance(x, jax.Array) and _is_half(x.dtype)
 
 
 def _is_half(dtype: Any) -> bool:

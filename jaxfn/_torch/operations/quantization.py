@@ -7,7 +7,7 @@ import numpy as np
 from jax import Array
 from jax.lax import stop_gradient
 
-from jaxfn._torch.operations.table import operation
+from jaxfn._torch.operations.table import composite
 
 
 def _quantize(x: Array, scale: Array, zero_point: Array, low: int, high: int) -> tuple[Array, Array]:
@@ -21,12 +21,12 @@ def _quantize(x: Array, scale: Array, zero_point: Array, low: int, high: int) ->
     return stop_gradient(rounded) + jnp.where(mask, x - stop_gradient(x), 0), mask
 
 
-@operation("aten.fake_quantize_per_tensor_affine_cachemask")
+@composite("aten.fake_quantize_per_tensor_affine_cachemask")
 def per_tensor(x: Array, scale: float, zero_point: int, low: int, high: int) -> tuple[Array, Array]:
     return _quantize(x, jnp.asarray(scale), jnp.asarray(zero_point), low, high)
 
 
-@operation("aten._fake_quantize_per_tensor_affine_cachemask_tensor_qparams")
+@composite("aten._fake_quantize_per_tensor_affine_cachemask_tensor_qparams")
 def per_tensor_by_arrays(
     x: Array, scale: Array, zero_point: Array, enabled: Array, low: int, high: int
 ) -> tuple[Array, Array]:
@@ -35,7 +35,7 @@ def per_tensor_by_arrays(
     return jnp.where(is_on, rounded, x), mask | ~is_on
 
 
-@operation("aten.fake_quantize_per_channel_affine_cachemask")
+@composite("aten.fake_quantize_per_channel_affine_cachemask")
 def per_channel(x: Array, scale: Array, zero_point: Array, axis: int, low: int, high: int) -> tuple[Array, Array]:
     shape = [1] * x.ndim
     shape[axis] = -1

@@ -14,7 +14,7 @@ from jax import Array, lax
 from jaxfn._torch.operations.dims import axes
 from jaxfn._torch.operations.elementwise import absolute
 from jaxfn._torch.operations.promotion import is_inexact, to_inexact
-from jaxfn._torch.operations.table import operation, register_all
+from jaxfn._torch.operations.table import composite, operation, register_all
 
 Dim = int | Sequence[int] | None
 
@@ -82,12 +82,12 @@ register_all(
 )
 
 
-@operation("aten.var.correction")
+@composite("aten.var.correction")
 def var(x: Array, dim: Dim = None, correction: float | None = 1, keepdim: bool = False) -> Array:
     return var_mean(x, dim, correction, keepdim)[0]
 
 
-@operation("aten.var_mean.correction")
+@composite("aten.var_mean.correction")
 def var_mean(x: Array, dim: Dim = None, correction: float | None = 1, keepdim: bool = False) -> tuple[Array, Array]:
     over = axes(x, dim)
     mean = jnp.mean(x, over, keepdims=True)
@@ -96,19 +96,19 @@ def var_mean(x: Array, dim: Dim = None, correction: float | None = 1, keepdim: b
     return squares / np.maximum(count, 0).astype(squares.dtype), mean if keepdim else jnp.squeeze(mean, over)
 
 
-@operation("aten.std.correction")
+@composite("aten.std.correction")
 def std(x: Array, dim: Dim = None, correction: float | None = 1, keepdim: bool = False) -> Array:
     return std_mean(x, dim, correction, keepdim)[0]
 
 
-@operation("aten.std_mean.correction")
+@composite("aten.std_mean.correction")
 def std_mean(x: Array, dim: Dim = None, correction: float | None = 1, keepdim: bool = False) -> tuple[Array, Array]:
     """Returns standard deviation and mean. torch's derivative where all elements are equal is 0."""
     variance, mean = var_mean(x, dim, correction, keepdim)
     return jnp.where(variance == 0, 0, jnp.sqrt(jnp.where(variance == 0, 1, variance))), mean
 
 
-@operation("aten.aminmax")
+@composite("aten.aminmax")
 def aminmax(x: Array, dim: int | None = None, keepdim: bool = False) -> tuple[Array, Array]:
     return reduce(jnp.min, x, dim, keepdim), reduce(jnp.max, x, dim, keepdim)
 
@@ -121,12 +121,12 @@ def take_extreme(x: Array, index: Array, dim: int, keepdim: bool) -> tuple[Array
     return (values, index) if keepdim else (values.squeeze(dim), index.squeeze(dim))
 
 
-@operation("aten.logsumexp")
+@composite("aten.logsumexp")
 def logsumexp(x: Array, dim: Dim, keepdim: bool) -> Array:
     return jax.nn.logsumexp(to_inexact(x), axes(x, dim), keepdims=keepdim)
 
 
-@operation("aten.linalg_vector_norm", "aten.norm.ScalarOpt_dim")
+@composite("aten.linalg_vector_norm", "aten.norm.ScalarOpt_dim")
 def vector_norm(x: Array, ord: float = 2, dim: Dim = None, keepdim: bool = False, dtype: Any = None) -> Array:
     """Returns a norm. torch's derivative of a norm at 0 is 0, even where the formula has none."""
     over = axes(x, dim)
@@ -146,7 +146,7 @@ def vector_norm(x: Array, ord: float = 2, dim: Dim = None, keepdim: bool = False
     return jnp.where(is_zero, 0.0 if ord > 0 else np.inf, jnp.where(is_zero, 1, total) ** (1 / ord))
 
 
-@operation("aten.dist")
+@composite("aten.dist")
 def dist(x: Array, y: Array, p: float) -> Array:
     return vector_norm(x - y, p)
 

@@ -15,7 +15,7 @@ from jax import Array, lax
 from jaxfn._mesh_types import is_sharded
 from jaxfn._primitives import LinearMap, bind_linear_map
 from jaxfn._torch.operations.derivative import apply_vjp
-from jaxfn._torch.operations.table import data_movement, operation, register_all
+from jaxfn._torch.operations.table import composite, data_movement, register_all
 
 Table = np.ndarray[Any, Any]
 # For an axis (length, new length, align_corners, scale factor or None), the input indices of each new element and their
@@ -195,7 +195,8 @@ for _name, _forward in _METHODS.items():
         {
             f"aten.{_name}": _forward,
             f"aten.{_name}_backward": partial(_backward, _forward),
-        }
+        },
+        is_composite=True,
     )
 
 
@@ -232,8 +233,8 @@ def _pad_backward(forward: Callable[..., Array], gradient: Array, x: Array, padd
 for _name, _map_indices in (("reflection", _reflect), ("replication", _replicate)):
     for _n in (1, 2, 3):
         _forward = partial(_pad, _map_indices)
-        register_all({f"aten.{_name}_pad{_n}d": _forward}, accepts_half=True)
-        register_all({f"aten.{_name}_pad{_n}d_backward": partial(_pad_backward, _forward)})
+        register_all({f"aten.{_name}_pad{_n}d": _forward}, accepts_half=True, is_composite=True)
+        register_all({f"aten.{_name}_pad{_n}d_backward": partial(_pad_backward, _forward)}, is_composite=True)
 
 
 @data_movement("aten.constant_pad_nd")
@@ -243,7 +244,7 @@ def constant_pad_nd(x: Array, padding: Sequence[int], value: Any = 0) -> Array:
     return lax.pad(x, jnp.asarray(value, x.dtype), config)
 
 
-@operation("aten.grid_sampler_2d", "aten.grid_sampler_3d")
+@composite("aten.grid_sampler_2d", "aten.grid_sampler_3d")
 def grid_sample(x: Array, grid: Array, interpolation: int, padding: int, align_corners: bool) -> Array:
     """Samples x (N, C, ...) at the points `grid` (N, ..., axes), with coordinates from -1 to 1, the last axis first.
 
@@ -309,7 +310,7 @@ def _clip_to_image(point: Array, length: int, *, padding: int, align_corners: bo
     return jnp.where(point <= 0, 0, jnp.where(point >= length - 1, length - 1, point))
 
 
-@operation("aten.grid_sampler_2d_backward", "aten.grid_sampler_3d_backward")
+@composite("aten.grid_sampler_2d_backward", "aten.grid_sampler_3d_backward")
 def grid_sample_backward(gradient: Array, x: Array, grid: Array, *options: Any) -> tuple[Array | None, Array | None]:
     """Computes the gradients that the last option selects; the other options are those of `grid_sample`."""
     *sampling_options, output_mask = options

@@ -24,12 +24,9 @@ register_all(
         "aten.alias": identity,
         "aten.clone": identity,
         "aten.detach": lax.stop_gradient,
-        "aten.permute": jnp.transpose,
-        "aten.t": jnp.transpose,
         "aten.tril": jnp.tril,
         "aten.triu": jnp.triu,
         "aten.diagonal": jnp.diagonal,
-        "aten.unsqueeze": jnp.expand_dims,
     },
     accepts_half=True,
 )
@@ -73,7 +70,22 @@ def copy(x: Array, source: Array, *_: Any) -> Array:
 
 @data_movement("aten.view", "aten._unsafe_view", "aten._reshape_alias")
 def view(x: Array, size: Sequence[int], *_: Any) -> Array:
-    return x.reshape(tuple(size))
+    return x.reshape(tuple(size)) if -1 in size else lax.reshape(x, tuple(size))
+
+
+@data_movement("aten.permute")
+def permute(x: Array, dims: Sequence[int]) -> Array:
+    return lax.transpose(x, axes(x, dims) if dims else ())
+
+
+@data_movement("aten.t")
+def t(x: Array) -> Array:
+    return lax.transpose(x, tuple(reversed(range(x.ndim))))
+
+
+@data_movement("aten.unsqueeze")
+def unsqueeze(x: Array, dim: int) -> Array:
+    return lax.expand_dims(x, [dim])
 
 
 @data_movement("aten.view.dtype")
@@ -95,12 +107,15 @@ def expand(x: Array, size: Sequence[int], implicit: bool = False) -> Array:
 
 @data_movement("aten.transpose")
 def transpose(x: Array, first: int, second: int) -> Array:
-    return x if x.ndim == 0 else jnp.swapaxes(x, first, second)
+    order = list(range(x.ndim))
+    if order:
+        order[first], order[second] = order[second], order[first]
+    return lax.transpose(x, order)
 
 
 @data_movement("aten.squeeze")
 def squeeze(x: Array, dim: int | Sequence[int] | None = None) -> Array:
-    return jnp.squeeze(x, [axis for axis in _named_axes(x, dim) if x.shape[axis] == 1])
+    return lax.squeeze(x, [axis for axis in _named_axes(x, dim) if x.shape[axis] == 1])
 
 
 def _named_axes(x: Array, dim: int | Sequence[int] | None) -> tuple[int, ...]:

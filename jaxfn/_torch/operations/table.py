@@ -18,6 +18,8 @@ import functools
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, TypeVar
 
+import jax
+
 _F = TypeVar("_F", bound=Callable[..., Any])
 
 
@@ -51,25 +53,62 @@ def operation(
     reads_storage: bool = False,
     for_noncontiguous: Callable[..., Any] | None = None,
     accepts_half: bool = False,
+    is_composite: bool = False,
 ) -> Callable[[_F], _F]:
-    """Registers the decorated function for the operations `names`; the options are the fields of `Operation`."""
+    """Registers the decorated function for the operations `names`.
+
+    The options are the fields of `Operation`, and `is_composite`: whether the function consists of many primitives, so
+    that it is worth while to trace it once for all calls that are equal except for their arrays' values.
+    """
 
     def register(function: _F) -> _F:
         for name in names:
-            _register(name, Operation(function, draws, reads_storage, for_noncontiguous, accepts_half or draws))
+            registered = trace_once(name, function) if is_composite else function
+            _register(name, Operation(registered, draws, reads_storage, for_noncontiguous, accepts_half or draws))
         return function
 
     return register
 
 
-# For operations that only move elements.
-data_movement = functools.partial(operation, accepts_half=True)
+data_movement = functools.partial(operation, accepts_half=True)  # for operations that only move elements
+composite = functools.partial(operation, is_composite=True)
 
 
-def register_all(functions: Mapping[str, Callable[..., Any]], *, accepts_half: bool = False) -> None:
-    """Registers one function for each operation."""
+def register_all(functions: Mapping[str, Callable[..., Any]], **options: Any) -> None:
+    """Registers one function for each operation; the options are those of `operation`."""
     for name, function in functions.items():
-        _register(name, Operation(function, accepts_half=accepts_half))
+        operation(name, **options)(function)
+
+
+# The number of `jit`s of one operation, which differ in its Python arguments.
+_MAX_JITS = 256
+
+
+def trace_once(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns `function` as a `jit` with all Python values among its arguments as static ones.
+
+    JAX then traces, linearizes, transposes and lowers it once for all equal layers of a model.
+    """
+
+    @functools.lru_cache(_MAX_JITS)
+    def make_jit(treedef: Any, statics: tuple[Any, ...]) -> Callable[..., Any]:
+        def apply_to_arrays(*arrays: Any) -> Any:
+            remaining = iter(arrays)
+            leaves = [next(remaining) if static is None else static[-1] for static in statics]
+            args, options = jax.tree_util.tree_unflatten(treedef, leaves)
+            return function(*args, **options)
+
+        apply_to_arrays.__name__ = name.removeprefix("aten.").replace(".", "_")
+        return jax.jit(apply_to_arrays)
+
+    def apply(*args: Any, **options: Any) -> Any:
+        leaves, treedef = jax.tree_util.tree_flatten((args, options))
+        arrays = [x for x in leaves if isinstance(x, jax.Array)]
+        # 1, 1.0 and True are equal, and so are 0.0 and -0.0.
+        statics = tuple(None if isinstance(x, jax.Array) else (type(x), str(x), x) for x in leaves)
+        return make_jit(treedef, statics)(*arrays)
+
+    return apply
 
 
 def mark_unsupported(reason: str, *names: str) -> None:

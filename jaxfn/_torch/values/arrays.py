@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -32,12 +33,18 @@ def jax_dtype(dtype: torch.dtype) -> np.dtype[Any]:
     Raises:
       TranslationError: JAX has no such dtype (quantized and packed ones).
     """
+    return jax.dtypes.canonicalize_dtype(_numpy_dtype(dtype))
+
+
+@functools.cache
+def _numpy_dtype(dtype: torch.dtype) -> np.dtype[Any]:
+    """Returns the NumPy dtype of a torch dtype."""
     name = str(dtype).removeprefix("torch.")
     if name == "complex32":
         raise TranslationError("JAX has no half-precision complex numbers (torch.complex32); use complex64")
     if name not in _DTYPES:
         raise TranslationError(f"JAX has no counterpart of the dtype {dtype}")
-    return jax.dtypes.canonicalize_dtype(jnp.dtype(name))
+    return jnp.dtype(name)
 
 
 def torch_dtype(dtype: Any) -> torch.dtype:
