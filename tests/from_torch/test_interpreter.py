@@ -43,6 +43,43 @@ def test_views_writes_and_masks(x64: bool) -> None:
             assert (results[4].dtype, results[2].dtype) == (("float64", "int64") if x64 else ("float32", "int32"))
 
 
+def normalized(x: Any) -> Any:
+    """Applies three equal layers, one that differs in a number, and one that differs in its shape."""
+    for eps in (0.5, 0.5, 0.5, 0.25):
+        x = torch.tanh(torch.nn.functional.layer_norm(x, x.shape[-1:], eps=eps))
+    return torch.nn.functional.layer_norm(x.mT, x.mT.shape[-1:], eps=0.5)
+
+
+@row("H2")
+def test_an_operation_of_many_primitives_is_traced_once_for_equal_layers() -> None:
+    eqns = jax.make_jaxpr(jaxfn.from_torch(normalized))(ARRAYS[0]).eqns
+    jaxprs = [eqn.params["jaxpr"] for eqn in eqns if eqn.params.get("name") == "native_layer_norm"]
+    assert len(jaxprs) == 5 and jaxprs[0] is jaxprs[1] is jaxprs[2]
+    assert len({id(jaxpr) for jaxpr in jaxprs}) == 3
+
+
+@row("H2")
+def test_second_derivatives_of_equal_layers_are_those_of_torch() -> None:
+    def loss(x: Any) -> Any:
+        return (normalized(x) ** 3).sum()
+
+    hessian = torch.autograd.functional.hessian(loss, X)
+    np.testing.assert_allclose(jax.jit(jax.hessian(jaxfn.from_torch(loss)))(ARRAYS[0]), hessian, rtol=1e-3, atol=1e-3)
+    by_rows = jax.vmap(lambda row: jax.jvp(jaxfn.from_torch(loss), (row[None],), (row[None],))[1])(ARRAYS[0])
+    expected = [(torch.func.grad(loss)(row[None]) * row).sum() for row in X]
+    np.testing.assert_allclose(by_rows, expected, rtol=1e-3, atol=1e-4)
+
+
+@row("H2")
+def test_equal_python_numbers_of_an_operation_are_distinguished_by_type_and_sign() -> None:
+    def call(x: Any) -> Any:
+        return [torch.nn.functional.threshold(x, 0.5, value) for value in (0.0, -0.0, 1, 1.0, True)]
+
+    for got, wanted in zip(jaxfn.from_torch(call)(ARRAYS[0]), call(X), strict=True):
+        np.testing.assert_array_equal(got, wanted)
+        np.testing.assert_array_equal(jnp.signbit(got), torch.signbit(wanted))
+
+
 @row("H2")
 def test_memory_written_by_an_operation_is_read_afterwards() -> None:
     def call(x: Any) -> Any:
