@@ -658,6 +658,43 @@ def test_a_third_derivative_of_a_function_inside_backward_raises():
 
 
 @row("H19")
+@pytest.mark.parametrize("wrap", [lambda f: f, jax.jit, jax.checkpoint])
+def test_a_forward_that_depends_on_which_inputs_need_a_gradient(wrap: Any):
+    class Needed(Base):
+        @staticmethod
+        def forward(ctx, x, w):
+            read(x)
+            x_needs, w_needs = ctx.needs_input_grad
+            ctx.save_for_backward(w if x_needs else None, x if w_needs else None)
+            return torch.rand(()) * x * w
+
+        @staticmethod
+        def backward(ctx, g):
+            w, x = ctx.saved_tensors
+            return None if w is None else g * w, None if x is None else g * x
+
+    f = wrap(functools.partial(host(Needed), key=jax.random.key(0)))
+    x, w = jnp.float32(2), jnp.float32(3)
+    y = f(x, w)
+    assert jax.grad(f)(x, w) == 3 and jax.grad(f, (0, 1))(x, w) == (3, 2)
+    mixed = jax.grad(jax.grad(lambda x, w: f(x, w) ** 2), 1)  # of 2 * y * w
+    np.testing.assert_allclose([mixed(x, w), jax.jit(mixed)(x, w)], 2 * (x * w + y), rtol=1e-6)
+
+
+@row("H19")
+def test_autocast_of_the_caller():
+    class Matmul(Base):
+        forward = staticmethod(lambda ctx, x: (read(x), x @ x.T)[1])
+        backward = staticmethod(lambda ctx, g: g)
+
+    apply, x = host(Matmul), jnp.eye(3)
+    for f in (apply, jax.jit(apply)):
+        with torch.autocast("cpu", torch.bfloat16):
+            assert f(x).dtype == jnp.bfloat16
+    assert jax.jit(lambda x: apply(x))(x).dtype == jnp.float32
+
+
+@row("H19")
 def test_dtypes_without_x64():
     class Wide(Base):
         @staticmethod

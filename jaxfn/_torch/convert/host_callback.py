@@ -68,7 +68,7 @@ class HostForward(Opaque):
     def __init__(
         self, definition: Definition, arguments: Any, specs: Sequence[TensorSpec], flags: tuple[bool, ...]
     ) -> None:
-        self.forward = self
+        self.root = self
         self.definition = definition
         self.arguments = arguments
         self.input_specs = specs
@@ -86,7 +86,7 @@ class HostForward(Opaque):
         of_tensors = [flag for value, flag in values for _ in slots(value)]
         return [flag and is_inexact(jax_dtype(x.dtype)) for flag, x in zip(of_tensors, self.input_specs, strict=True)]
 
-    def evaluate(self, tensors: Sequence[torch.Tensor], expected: Sequence[Any] = ()) -> FlatTensors:
+    def evaluate(self, tensors: Sequence[torch.Tensor], expected: Sequence[Any]) -> FlatTensors:
         """Computes the result of a callback."""
         return self._apply(tensors, 0)
 
@@ -94,14 +94,24 @@ class HostForward(Opaque):
         self, tensors: Sequence[torch.Tensor], expected: Sequence[Any], order: int
     ) -> Sequence[Any]:
         """Computes results with autograd's graph, which must be as expected, for a derivative of an order."""
+        if [x.requires_grad for x in tensors] != self.requires_grad:
+            # More inputs need a gradient than in the first run, and `forward` may store more.
+            state = torch.get_rng_state()
+            pairs = zip(tensors, self.requires_grad, strict=True)
+            self._check(self._apply([x.detach().clone().requires_grad_(flag) for x, flag in pairs], 0).leaves, expected)
+            torch.set_rng_state(state)
+            expected = expected[:-1]
         results = self._apply(tensors, order).leaves
+        self._check(results[: len(expected)], expected)
+        return results
+
+    def _check(self, results: Sequence[Any], expected: Sequence[Any]) -> None:
         if not (len(results) == len(expected) and all(map(is_close, results, expected))):
             raise TranslationError(
                 f"{self.name} runs again for the gradient, on equal inputs, and returned something else, or stored "
                 "something else on ctx. With fallback='callback' it may depend on its arguments and on torch's random "
                 "numbers only"
             )
-        return results
 
     def _apply(self, tensors: Sequence[torch.Tensor], order: int) -> FlatTensors:
         checksums: list[torch.Tensor] = []
@@ -149,21 +159,18 @@ class HostGradient(Opaque):
       flags: Which tensors get a gradient.
       has_gradient: Which results have a gradient.
       output: The type of the gradients.
+      root: The `F.apply` that all derivatives run again.
     """
 
     def __init__(
-        self,
-        of: HostForward | HostGradient,
-        flags: Sequence[bool],
-        has_gradient: Sequence[bool],
-        output: _Output | None = None,
+        self, of: HostForward | HostGradient, flags: Sequence[bool], has_gradient: Sequence[bool], output: _Output
     ) -> None:
         self.of = of
-        self.forward: HostForward = of.forward
+        self.root: HostForward = of.root
         self.flags = flags
         self.has_gradient = has_gradient
-        self.output = output
-        self.name = f"{self.forward.definition.name}.backward"
+        self.output: _Output | None = output
+        self.name = f"{self.root.definition.name}.backward"
         self.requires_grad: list[bool] = [*map(max, flags, of.requires_grad), *[False] * sum(has_gradient)]
 
     def evaluate(self, tensors: Sequence[torch.Tensor], expected: Sequence[Any]) -> FlatTensors:
@@ -213,7 +220,7 @@ def _evaluate(code: _HostCode, arrays: Any, expected: Any, seed: Any) -> tuple[_
         torch.random.fork_rng(devices=[]),
         torch.inference_mode(False),
         torch.enable_grad(),
-        torch.autocast("cpu", *code.forward.autocast),
+        torch.autocast("cpu", *code.root.autocast),
     ):
         try:
             result = _run(code, tensors, expected, number)
@@ -232,7 +239,7 @@ def _run(code: _HostCode, tensors: Any, expected: Sequence[Any], seed: int | Non
     leaves = [x.clone().requires_grad_(flag) for x, flag in zip(tensors, code.requires_grad, strict=True)]
     result = code.evaluate(leaves, expected)
     if seed is None and not torch.equal(state, torch.get_rng_state()):
-        raise TranslationError(missing_key_message(code.name, code.forward.definition))
+        raise TranslationError(missing_key_message(code.name, code.root.definition))
     return result
 
 
@@ -244,7 +251,7 @@ def _call(code: _HostCode, arrays: Sequence[Any], expected: Sequence[Any], key: 
         code.output = output
         results = [jnp.asarray(_cast(x, jax_dtype(s.dtype))) for x, s in zip(values, output.specs, strict=True)]
         return FlatTensors(results, output.template)
-    output = code.output or code.forward.infer_output()
+    output = code.output or code.root.infer_output()
     types = [jax.ShapeDtypeStruct(x.shape, jax_dtype(x.dtype)) for x in output.specs]
 
     def callback(*operands: Any) -> list[Any]:
