@@ -1,7 +1,8 @@
-"""Time and memory of gradcheck and gradgradcheck, compared with torch's, compilation included.
+"""Time and memory of gradcheck and gradgradcheck, compared with torch's and with JAX's `check_grads`.
 
-Every run is in a separate process, so that nothing is compiled yet; JAX itself is warm. Reported is the median of five
-runs (of one, where that takes minutes), with the libraries taking turns.
+Every run is in a separate process, so that nothing is compiled yet; JAX itself is warm. Compilation is included.
+Reported is the median of five runs (of one, where that takes minutes), with the libraries taking turns. `check_grads`
+compares one random direction, in reverse mode here; the others compare whole Jacobians.
 """
 
 from __future__ import annotations
@@ -14,17 +15,21 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.test_util import check_grads
 
 import jaxfn
 from benchmarks.functions import TORCH
 
-_JAXFN = "jaxfn"
+_JAXFN, CHECK_GRADS = "jaxfn", "check_grads"
+FORMS = (_JAXFN, CHECK_GRADS, TORCH)
 _TINY = ((2, 3), (3, 2))
+_LAYER = ((3, 4), (4, 2))
 
 
 def _square(n: int) -> tuple[tuple[int, int], ...]:
@@ -38,11 +43,13 @@ class Measurement:
     Attributes:
       name: its name in the tables.
       check: the name of the checking function.
-      shapes: of the two matrices that go through tanh(x @ w).
+      shapes: of the two matrices that go through tanh(c x @ w).
       warm_ups: how many checks on other values come first.
-      unit: "seconds", or "bytes" for the memory in addition to what the process had before.
+      unit: "seconds", or "bytes" for the peak memory of the process.
       target: the upper bound of jaxfn's number.
       ratio: by which factor jaxfn's number should be below torch's.
+      check_grads: how many times that of `check_grads` jaxfn's number may be.
+      functions: the number of new Functions, of which the median is taken; 0 for one Function.
       runs: the number of runs, of which the median is taken.
     """
 
@@ -53,10 +60,14 @@ class Measurement:
     unit: str = "seconds"
     target: float | None = None
     ratio: float | None = None
+    check_grads: float | None = None
+    functions: int = 0
     runs: int = 5
 
 
 MEASUREMENTS = (
+    Measurement("many small gradchecks, each", "gradcheck", _LAYER, warm_ups=3, functions=12, check_grads=7),
+    Measurement("many small gradgradchecks, each", "gradgradcheck", _LAYER, warm_ups=3, functions=12, check_grads=4),
     Measurement("gradcheck, 12 elements, first", "gradcheck", _TINY, target=0.5),
     Measurement("gradcheck, 12 elements, second", "gradcheck", _TINY, warm_ups=1, target=0.05),
     Measurement("gradcheck, 512 elements", "gradcheck", _square(16), ratio=1),
@@ -67,12 +78,12 @@ MEASUREMENTS = (
 )
 # torch stores whole Jacobians: 8 GB and half an hour.
 _NOT_IN_TORCH = frozenset(m.name for m in MEASUREMENTS if m.shapes == _square(128))
-_SLOW = frozenset(m.name for m in MEASUREMENTS if m.shapes not in (_TINY, _square(16)))
+_SLOW = frozenset(m.name for m in MEASUREMENTS if m.shapes in (_square(64), _square(128)))
 
 
 @dataclass(frozen=True)
 class Result:
-    """The results of a measurement in both libraries; `None` where it was not taken."""
+    """The results of a measurement in all libraries; `None` where it was not taken."""
 
     measurement: Measurement
     values: Mapping[str, float | None]
@@ -80,24 +91,26 @@ class Result:
     @property
     def is_met(self) -> bool | None:
         """Whether the target is met; `None` if there is none, or nothing to compare with."""
-        ours, theirs, wanted = self.values[_JAXFN], self.values[TORCH], self.measurement
-        if ours is None or (wanted.target is None and (wanted.ratio is None or theirs is None)):
-            return None
-        return ours <= wanted.target if wanted.target is not None else theirs / ours >= wanted.ratio
+        bound = self._bound
+        return None if bound is None or (ours := self.values[_JAXFN]) is None else ours <= bound
+
+    @property
+    def _bound(self) -> float | None:
+        """The upper bound of jaxfn's number; `None` if there is none, or nothing to compare with."""
+        wanted, torchs, jaxs = self.measurement, self.values[TORCH], self.values[CHECK_GRADS]
+        if wanted.ratio is not None:
+            return None if torchs is None else torchs / wanted.ratio
+        if wanted.check_grads is not None:
+            return None if jaxs is None else jaxs * wanted.check_grads
+        return wanted.target
 
     def line(self) -> str:
         """Formats the result as a line of text."""
-        ours, theirs = (_shown(self.values[form], self.measurement.unit) for form in (_JAXFN, TORCH))
-        ratio = ""
-        if None not in self.values.values():
-            ratio = f"{self.values[TORCH] / self.values[_JAXFN]:6.1f}x"
+        unit, bound = self.measurement.unit, self._bound
+        values = "".join(f"{_shown(self.values[form], unit):>12}" for form in FORMS)
         verdict = {None: "", True: "met", False: "NOT MET"}[self.is_met]
-        return f"  {self.measurement.name:<40}{ours:>12}{theirs:>12}{ratio:>9}   {self._target()} {verdict}".rstrip()
-
-    def _target(self) -> str:
-        if self.measurement.target is not None:
-            return f"<= {_shown(self.measurement.target, self.measurement.unit)}:"
-        return "" if self.measurement.ratio is None else f">= {self.measurement.ratio:g}x:"
+        target = "" if bound is None else f"<= {_shown(bound, unit)}:"
+        return f"  {self.measurement.name:<40}{values}   {target} {verdict}".rstrip()
 
     def as_json(self) -> dict[str, Any]:
         """Returns the fields that are saved."""
@@ -109,15 +122,17 @@ def run(has_torch: bool, quick: bool) -> Iterator[Result]:
     for measurement in MEASUREMENTS:
         if quick and measurement.name in _SLOW:
             continue
-        forms = [_JAXFN, *([TORCH] if has_torch and measurement.name not in _NOT_IN_TORCH else [])]
+        forms = [_JAXFN]
+        forms += [CHECK_GRADS] if measurement.functions else []
+        forms += [TORCH] if has_torch and measurement.name not in _NOT_IN_TORCH else []
         runs = [{form: _in_a_process(measurement, form) for form in forms} for _ in range(measurement.runs)]
         values = {form: statistics.median(run[form] for run in runs) for form in forms}
-        yield Result(measurement, {_JAXFN: None, TORCH: None, **values})
+        yield Result(measurement, {**dict.fromkeys(FORMS), **values})
 
 
 def header() -> str:
     """Returns the header of the results."""
-    return f"{'checking tanh(x @ w)':<42}{_JAXFN:>12}{TORCH:>12}{'':>9}   target"
+    return f"{'checking tanh(c x @ w)':<42}" + "".join(f"{form:>12}" for form in FORMS) + "   target"
 
 
 def _in_a_process(measurement: Measurement, form: str) -> float:
@@ -129,53 +144,79 @@ def _in_a_process(measurement: Measurement, form: str) -> float:
 
 
 def _measure(measurement: Measurement, form: str) -> float:
-    check = _torch_check(measurement) if form == TORCH else _jaxfn_check(measurement)
+    new = {_JAXFN: _jaxfn_check, CHECK_GRADS: _check_grads, TORCH: _torch_check}[form]
     generator = np.random.default_rng(0)
-    for _ in range(measurement.warm_ups):
-        check([generator.standard_normal(shape) for shape in measurement.shapes])
-    inputs = [generator.standard_normal(shape) for shape in measurement.shapes]
-    memory, begin = _peak_memory(), time.perf_counter()
-    if not check(inputs):
-        raise AssertionError("a right derivative was called wrong")
-    return float(_peak_memory() - memory) if measurement.unit == "bytes" else time.perf_counter() - begin
+    check = new(measurement, 1.0)
+    seconds: list[float] = []
+    for i in range(measurement.warm_ups + max(measurement.functions, 1)):
+        if measurement.functions:
+            check = new(measurement, 1 + i / 64)
+        inputs = [0.3 * generator.standard_normal(shape) for shape in measurement.shapes]
+        begin = time.perf_counter()
+        if not check(inputs):
+            raise AssertionError("a right derivative was called wrong")
+        seconds.append(time.perf_counter() - begin)
+    return _peak_memory() if measurement.unit == "bytes" else statistics.median(seconds[measurement.warm_ups :])
 
 
-def _peak_memory() -> int:
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+def _peak_memory() -> float:
+    """Returns the bytes of the peak, of this process alone: Linux adds its parent's to what `getrusage` returns."""
+    status = Path("/proc/self/status")
+    if status.exists():
+        (line,) = (line for line in status.read_text().splitlines() if line.startswith("VmHWM"))
+        return 1024.0 * int(line.split()[1])
+    return float(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)
 
 
-def _jaxfn_check(measurement: Measurement) -> Callable[[list[Any]], Any]:
+def _layer(factor: float) -> Callable[..., Any]:
     @jaxfn.function
     def layer(ctx: Any, x: Any, w: Any) -> Any:
-        y = jnp.tanh(x @ w)
+        y = jnp.tanh(factor * (x @ w))
         ctx.save_for_backward(x, w, y)
         return y
 
     @layer.backward
     def _(ctx: Any, grad_output: Any) -> Any:
         x, w, y = ctx.saved_tensors
-        through = grad_output * (1 - y * y)
+        through = factor * grad_output * (1 - y * y)
         return through @ w.T, x.T @ through
 
+    return layer
+
+
+def _jaxfn_check(measurement: Measurement, factor: float) -> Callable[[list[Any]], Any]:
+    layer = _layer(factor)
     jax.block_until_ready(jax.jit(jnp.sin)(1.0))
     check = getattr(jaxfn, measurement.check)  # the first use of the name imports its module, as `import torch` does
     return lambda inputs: check(layer, tuple(inputs))
 
 
-def _torch_check(measurement: Measurement) -> Callable[[list[Any]], Any]:
+def _check_grads(measurement: Measurement, factor: float) -> Callable[[list[Any]], Any]:
+    layer, order = _layer(factor), 1 + (measurement.check == "gradgradcheck")
+    jax.block_until_ready(jax.jit(jnp.sin)(1.0))
+
+    def check(inputs: list[Any]) -> bool:
+        with jax.enable_x64(True):
+            check_grads(layer, tuple(inputs), order, modes=["rev"], atol=1e-3, rtol=1e-3)  # raises
+        return True
+
+    return check
+
+
+def _torch_check(measurement: Measurement, factor: float) -> Callable[[list[Any]], Any]:
     import torch
 
     class Layer(torch.autograd.Function):
         @staticmethod
         def forward(ctx, x, w):
-            y = torch.tanh(x @ w)
+            y = torch.tanh(factor * (x @ w))
             ctx.save_for_backward(x, w, y)
             return y
 
         @staticmethod
         def backward(ctx, grad_output):
             x, w, y = ctx.saved_tensors
-            through = grad_output * (1 - y * y)
+            through = factor * grad_output * (1 - y * y)
             return through @ w.T, x.T @ through
 
     def check(inputs: list[Any]) -> Any:

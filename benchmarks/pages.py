@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks import plots, saved
+from benchmarks import checking, plots, saved
 from benchmarks.functions import HAND_WRITTEN, TORCH
 from benchmarks.table import shown
 
@@ -108,8 +108,8 @@ def _functions(rows: Iterable[Mapping[str, Any]]) -> str:
 
 def _checking(results: Iterable[Mapping[str, Any]]) -> str:
     return _table(
-        ["tanh(x @ w)", "jaxfn", TORCH],
-        [[r["name"], *_cells(r["values"], ("jaxfn", TORCH), r["unit"])] for r in results],
+        ["tanh(c x @ w)", *checking.FORMS],
+        [[r["name"], *_cells(r["values"], checking.FORMS, r["unit"])] for r in results],
     )
 
 
