@@ -19,7 +19,7 @@ from jaxfn._compat import is_ref, zeros_of
 from jaxfn._context import ContextState
 from jaxfn._jaxpr import ArrayIdentity
 from jaxfn._mesh_types import match_tangent
-from jaxfn._observe import CALL_MONITOR
+from jaxfn._observe import active_monitor
 from jaxfn._signature import InputNames, InputSpec
 from jaxfn._tree import (
     ARRAY_SPEC,
@@ -359,7 +359,7 @@ def _from_names(where: _Where, names: InputNames, named: dict[Any, Any]) -> Sequ
 def _cotangent(gradient: Any, aval: Any, is_differentiated: bool, where: _Where) -> jax.Array | None:
     """Returns the cotangent of one array leaf: summed to its shape, cast to its dtype, in JAX's complex convention."""
     if gradient is None:
-        monitor = CALL_MONITOR.value if is_differentiated else None
+        monitor = active_monitor() if is_differentiated else None
         if monitor is not None:
             monitor.without_gradient[f"{where.function}.backward", str(where)] = None
         return None
@@ -377,7 +377,7 @@ def _cotangent(gradient: Any, aval: Any, is_differentiated: bool, where: _Where)
     where.check_real(gradient, aval)
     gradient = _sum_to_shape(gradient, aval.shape, where)
     if gradient.dtype != aval.dtype:
-        monitor = CALL_MONITOR.value
+        monitor = active_monitor()
         if monitor is not None:
             monitor.casts[f"{where.function}, {where}", str(gradient.dtype), str(aval.dtype)] = None
         gradient = gradient.astype(aval.dtype)

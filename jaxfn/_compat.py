@@ -817,6 +817,14 @@ def lower_jaxpr(jaxpr: Any) -> Any:
     return jaxpr if lower is None or not jaxpr.jaxpr.is_high else lower(jaxpr)
 
 
+_JAX_FOLDER = os.path.join(os.path.dirname(jax.__file__), "")
+
+
+def is_code_of_jax(jaxpr: Any) -> bool:
+    """Whether the function that was traced to a jaxpr is one of JAX's own (0.10.0 to 0.12.0)."""
+    return (getattr(jaxpr, "jaxpr", jaxpr).debug_info.func_filename or "").startswith(_JAX_FOLDER)
+
+
 def inner_jaxpr(eqn: Any) -> Any:
     """Returns what an eqn of JAX's experimental checkpoint or custom derivatives computes; `None` for other eqns.
 

@@ -13,7 +13,7 @@ from jaxfn._diagnostics import add_numpy_hint, hide_own_frames
 from jaxfn._forward_pass import CallSpec
 from jaxfn._hooks import HOOKS
 from jaxfn._methods import UserMethods, undefined
-from jaxfn._observe import CALL_MONITOR
+from jaxfn._observe import CALL_MONITOR, active_monitor
 from jaxfn._rule import call_untraced, call_with_rule, call_without_rule
 from jaxfn._signature import InputNames, InputSpec
 from jaxfn._tree import ARRAY_SPEC, Opaque, TreeSpec, as_array, flatten, is_traced
@@ -218,7 +218,7 @@ class _Dispatcher(Opaque):
     def call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Binds and flattens the arguments, and runs `forward` with the rule that the call needs."""
         methods, spec_for = self.methods_and_cache()
-        monitor = CALL_MONITOR.value
+        monitor = active_monitor()
         if monitor is not None:
             monitor.functions[self._function] = None
         names, values = methods.signature.bind(args, kwargs)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Hashable, Iterable, Sequence
+import threading
+from collections.abc import Callable, Generator, Hashable, Iterable, Sequence
+from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from enum import Enum
@@ -11,7 +13,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import jax
 
-from jaxfn._compat import VmapAxis, is_ref, make_primitive, record_source_lines
+from jaxfn._compat import VmapAxis, is_ref, make_primitive, record_source_lines, staging_traces
 from jaxfn._jaxpr import identity_primitives
 from jaxfn._tree import TreeSpec, as_array, is_array_leaf, is_jax_type, is_traced, leaves_with_path, replace_at
 
@@ -22,7 +24,11 @@ _Results = TypeVar("_Results")
 class CallMonitor:
     """A monitor of calls: what a check of derivatives learns of each, and how Functions run for the check.
 
-    It observes one trace, and is part of the key of JAX's caches, so that each one sees every call.
+    # Note: JAX's caches
+
+    The active monitor is part of the keys of JAX's caches. Monitors with equal options are equal, so that JAX has the
+    jaxprs of jax.numpy's functions from earlier checks, but only as long as the caches have no jaxpr that contains a
+    call which the next monitor has to see: after a call in such a jaxpr, new monitors differ from all earlier ones.
     """
 
     bypass_rules: bool  # whether outermost Functions run as their bare `forward`, which JAX then differentiates
@@ -35,15 +41,66 @@ class CallMonitor:
     without_gradient: dict[tuple[str, str], None] = field(default_factory=dict[tuple[str, str], None])
     # Whether a method may depend on what is differentiated: it read `ctx.needs_input_grad`, or receives `None`.
     reads_perturbation: bool = False
+    _trace: Any = None  # the one in which the monitor was activated
+    _epoch: object = field(default_factory=lambda: _epochs.current)
+
+    def __hash__(self) -> int:
+        return hash((self.bypass_rules, self.stops_intermediates, id(self._epoch)))
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, CallMonitor) and (
+            (self.bypass_rules, self.stops_intermediates) == (other.bypass_rules, other.stops_intermediates)
+            and self._epoch is other._epoch
+        )
+
+    @contextmanager
+    def active(self) -> Generator[None]:
+        """Activates the monitor."""
+        before, self._trace = self._trace, _staging_trace()
+        try:
+            with CALL_MONITOR(self):
+                yield
+        finally:
+            self._trace = before
+
+    def note_trace(self) -> None:
+        """Makes later monitors differ if JAX may cache the jaxpr that is being traced."""
+        if _staging_trace() is not self._trace:
+            self.end_epoch()
+
+    @staticmethod
+    def end_epoch() -> None:
+        """Makes later monitors differ from earlier ones."""
+        _epochs.current = object()
 
 
+def _staging_trace() -> Any:
+    return next(iter(staging_traces()), None)
+
+
+class _Epochs(threading.local):
+    """The current epoch of a thread: monitors of one epoch are equal if their options are."""
+
+    def __init__(self) -> None:
+        self.current = object()
+
+
+_epochs = _Epochs()
 CALL_MONITOR: Any = jax.make_user_context(default_value=None)
-"""Its `value` is the active `CallMonitor`, if any. `with CALL_MONITOR(monitor):` sets it."""
+"""Its `value` is the active `CallMonitor`, if any, which `with monitor.active():` sets."""
+
+
+def active_monitor() -> CallMonitor | None:
+    """Returns the active monitor, for what it has to see; or `None`."""
+    monitor: CallMonitor | None = CALL_MONITOR.value
+    if monitor is not None:
+        monitor.note_trace()
+    return monitor
 
 
 def record_perturbation_read() -> None:
     """Records for the active `CallMonitor` that a method may depend on what is differentiated."""
-    monitor = CALL_MONITOR.value
+    monitor = active_monitor()
     if monitor is not None:
         monitor.reads_perturbation = True
 

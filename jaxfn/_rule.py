@@ -53,7 +53,7 @@ from jaxfn._forward_pass import CallSpec, ForwardPass, ForwardResult, call_forwa
 from jaxfn._hooks import Hooks
 from jaxfn._jaxpr import StagedFunction, stage
 from jaxfn._linearity import describe_nonlinearity, is_linear
-from jaxfn._observe import CALL_MONITOR
+from jaxfn._observe import active_monitor
 from jaxfn._outside import LiveArrays, find_outside, run_watched
 from jaxfn._primitives import DeferredError, LinearizingRule, LinearMap, Rule, attach, stop
 from jaxfn._tree import as_array, captures_arrays, is_inexact, is_traced
@@ -566,7 +566,7 @@ def _attach_intermediates(result: ForwardResult, inputs: Sequence[Any]) -> Seque
     """Gives saved intermediates the derivative of the operations of `forward` that computed them."""
     spec, intermediates = result.forward_pass.spec, result.intermediates
     indices = [i for i, x in enumerate(intermediates) if is_inexact(x.dtype)]
-    monitor = CALL_MONITOR.value
+    monitor = active_monitor()
     if not indices or (monitor is not None and monitor.stops_intermediates):
         return intermediates
     rule: Rule | DeferredError = _IntermediatesRule(result, indices)

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from jaxfn._observe import CALL_MONITOR, CallMonitor
+from jaxfn._observe import CallMonitor
 from jaxfn._parity.backends import JaxBackend, Measurements, TorchBackend, first_line
 from jaxfn._parity.comparison import compare, errors, rounding
 from jaxfn._parity.inputs import Array, Inputs
@@ -291,7 +291,7 @@ def _compare(
         report.rows.append(row)
     wrong = [row for row in report.rows if row.what.startswith("second derivative") and row.verdict == "formula"]
     if wrong:
-        with CALL_MONITOR(CallMonitor(bypass_rules=False, stops_intermediates=True)):
+        with CallMonitor(bypass_rules=False, stops_intermediates=True).active():
             stopped = _measure(backend, inputs, second_order)
         for row in wrong:
             array, expected = stopped.native.get(row.what), oracle.native[row.what]

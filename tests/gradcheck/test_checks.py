@@ -541,6 +541,27 @@ def test_a_wrong_rule_has_the_same_report_by_operations(wrong, monkeypatch):
     passes(damped(1.0), inputs)
 
 
+@row("G5")
+@pytest.mark.parametrize("inline", [False, True])
+def test_every_check_sees_the_calls_in_a_jitted_function(inline):
+    """JAX has the jaxpr of such a function from the first check, and an inlined one leaves no trace of itself."""
+    function = jax.jit(damped(1.0, CHANGES["flags"]), inline=inline)
+    for _ in range(2):
+        assert "needs_input_grad" in str(failure(function, (normal(3), normal(3, seed=1))))
+    cast = jax.jit(damped(1.0, lambda dx, dw, ctx, g: (dx.astype(np.float32), dw)), inline=inline)
+    for _ in range(2):
+        assert "float32" in str(failure(cast, (np.ones(3), np.ones(3)), check_grad_dtypes=True, atol=1e-3, rtol=1e-3))
+
+
+def test_a_jitted_function_is_traced_for_every_check():
+    scale = 1.0
+    jitted = jax.jit(lambda g: scale * g)  # reads a variable, which JAX's cache does not see
+    function = damped(1.0, lambda dx, dw, ctx, g: (jitted(dx), dw))
+    passes(function, (normal(3), normal(3, seed=1)))
+    scale = 2.0
+    failure(function, (normal(3), normal(3, seed=1)))
+
+
 def closing_over(array):
     return rule(saved_square, lambda ctx, g: array * 2 * ctx.saved_tensors[0] * g)
 

@@ -11,12 +11,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxfn._compat import SymbolicZero
+from jaxfn._compat import SymbolicZero, is_code_of_jax
 from jaxfn._gradcheck.problem.problem import Leaf, LeafFunction, Problem
 from jaxfn._gradcheck.problem.staging import LAX_PRIMITIVES, JaxprFunction, stage, stage_without_x64
-from jaxfn._jaxpr import identity_primitives, is_any_of, is_reverse_only, subjaxpr_rules
-from jaxfn._observe import CALL_MONITOR, CallMonitor
+from jaxfn._jaxpr import identity_primitives, is_any_of, is_reverse_only, jaxprs_in_params, subjaxpr_rules
+from jaxfn._observe import CallMonitor
 from jaxfn._primitives import linear_map_p
+from jaxfn._tree import conjugate
 
 # (inputs, cotangents) -> (outputs, gradients), or (inputs, tangents) -> (outputs, output tangents); all are lists.
 Derivative = Callable[[Sequence[Any], Sequence[Any]], Any]
@@ -50,8 +51,8 @@ def jacobian_rows(call: LeafFunction) -> Derivative:
     reverse = reverse_derivative(call)
 
     def rows(xs: Sequence[Any], cotangents: Sequence[Any]) -> Any:
-        outputs, gradients = reverse(xs, [jnp.conj(ct) for ct in cotangents])
-        return outputs, [jnp.conj(g) for g in gradients]
+        outputs, gradients = reverse(xs, list(map(conjugate, cotangents)))
+        return outputs, list(map(conjugate, gradients))
 
     return rows
 
@@ -110,7 +111,7 @@ class ADMode:
       seed_leaves: the outputs in reverse mode, the inputs in forward mode.
       result_leaves: the inputs in reverse mode, the outputs in forward mode.
       rule: the derivative by the function's own rule, or the reason why there is none.
-      retraced: `rule`, traced a second time; `None` if that trace has equal operations.
+      find_retraced: returns `retraced`.
       find_reference: returns `reference`.
     """
 
@@ -124,8 +125,13 @@ class ADMode:
     seed_leaves: tuple[Leaf, ...]
     result_leaves: tuple[Leaf, ...]
     rule: Derivative | UnavailableError
-    retraced: Derivative | None
+    find_retraced: Callable[[], Derivative | None]
     find_reference: _FindDerivative
+
+    @cached_property
+    def retraced(self) -> Derivative | None:
+        """The rule, traced a second time; `None` if that trace has equal operations."""
+        return self.find_retraced()
 
     @cached_property
     def reference(self) -> Derivative | UnavailableError:
@@ -269,7 +275,8 @@ def _derive(problem: Problem, tracer: _Tracer, reverse: bool, forward: bool, ref
     if reference:
         without_rules = monitored(reference_call, bypassing)
         references = _references(problem, tracer, without_rules, outputs, reverse, monitor, bypassing)
-    retraced = map(_retraced, own, rules(call, outputs))
+    again = cache(lambda: rules(call, outputs))
+    retraced = [lambda: _retraced(own[0], again()[0]), lambda: _retraced(own[1], again()[1])]
     of_reverse, of_forward = zip(own, retraced, references, strict=True)
     return Derivatives(
         is_traced=tracer.is_tracing,
@@ -378,11 +385,15 @@ class _Tracer:
                 return derivative
             traced = (stage_as or self.stage)(derivative, self._inputs, _avals(seed_leaves))
         except Exception as error:
+            CallMonitor.end_epoch()
             if retry_eagerly and self.is_tracing:
                 raise _UntraceableError from error
             unavailable = UnavailableError(f"{type(error).__name__}: {error}")
             unavailable.__cause__ = error
             return unavailable
+        # JAX may have cached jaxprs of user code, which the next check has to trace again.
+        if any(jaxpr.eqns and not is_code_of_jax(jaxpr) for eqn in traced.eqns for jaxpr in jaxprs_in_params(eqn)):
+            CallMonitor.end_epoch()
         if any(map(is_reverse_only, traced.eqns)):
             return ReverseOnlyError("it goes through a custom_vjp function, which has no forward mode")
         return traced
@@ -415,7 +426,7 @@ def monitored(function: Callable[..., Any], monitor: CallMonitor) -> Callable[..
     """The function under a monitor."""
 
     def run(*args: Any) -> Any:
-        with CALL_MONITOR(monitor):
+        with monitor.active():
             return function(*args)
 
     return run

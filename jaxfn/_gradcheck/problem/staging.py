@@ -21,7 +21,7 @@ from jax.tree_util import (
 )
 
 from jaxfn._compat import add_jaxvals_p, custom_jvp_call_p, custom_vjp_call_p, dce_jaxpr, make_jaxpr, manual_axes
-from jaxfn._jaxpr import all_eqns, dependent_eqns, flat_params, is_variable, jaxprs_in_params
+from jaxfn._jaxpr import all_eqns, dependent_eqns, flat_params, is_variable, jaxprs_in_params, open_jaxpr
 from jaxfn._primitives import attach_p, stop_p
 from jaxfn._tree import double, is_inexact
 
@@ -66,11 +66,8 @@ class JaxprFunction:
         return JaxprFunction(self.constants, jaxpr, tree_structure(0))
 
     def is_same_computation(self, other: JaxprFunction) -> bool:
-        """Whether both have equal operations and constants, as far as their texts and params show."""
-        if str(self.jaxpr) != str(other.jaxpr):
-            return False
-        first, second = ([*traced.constants, *_not_in_text(traced.eqns)] for traced in (self, other))
-        return len(first) == len(second) and all(map(_equal, first, second))
+        """Whether both have equal operations and constants."""
+        return _is_equal(self.constants, other.constants) and _is_equal(self.jaxpr, other.jaxpr)
 
     def mesh_axes(self) -> dict[str, int]:
         """Returns the sizes of the mesh axes that are manual in a `shard_map`, by name."""
@@ -157,22 +154,53 @@ def python_callbacks(eqns: Sequence[Any]) -> list[Any]:
     ]
 
 
-def _not_in_text(eqns: Sequence[Any]) -> list[Any]:
-    """Returns values that the text of a jaxpr may omit: literals, constants of sub-jaxprs, Python callbacks."""
-    found: list[Any] = []
-    for eqn in eqns:
-        found += [atom.val for atom in eqn.invars if not is_variable(atom)]
-        for inner in jaxprs_in_params(eqn):
-            found += getattr(inner, "consts", ())
-    return found + python_callbacks(eqns)
-
-
-def _equal(a: Any, b: Any) -> bool:
-    if not (hasattr(a, "dtype") and hasattr(b, "dtype")):
-        return a is b or (type(a) is type(b) and bool(a == b))
-    if a.dtype != b.dtype:
+def _is_equal(a: Any, b: Any) -> bool:
+    """Whether two jaxprs, params or constants are surely equal in what they compute."""
+    if a is b:
+        return True
+    if hasattr(a, "eqns") and hasattr(b, "eqns"):
+        (first, consts), (second, others) = open_jaxpr(a), open_jaxpr(b)
+        return _is_equal(consts, others) and _has_equal_eqns(first, second)
+    if type(a) is not type(b):
+        return False
+    if isinstance(a, dict):
+        a, b = ([*params.items()] for params in (a, b))
+    if isinstance(a, (tuple, list)):
+        return len(a) == len(b) and all(map(_is_equal, a, b))
+    if isinstance(a, float):
+        return repr(a) == repr(b)  # 0.0 and -0.0 differ
+    if not hasattr(a, "dtype"):
+        return bool(a == b)
+    if a.dtype != b.dtype or a.shape != b.shape:
         return False
     if jnp.issubdtype(a.dtype, jax.dtypes.extended):
         a, b = jax.random.key_data(a), jax.random.key_data(b)
-    a, b = np.asarray(a), np.asarray(b)  # jax.numpy would compile a program
-    return a.shape == b.shape and bool(((a == b) | ((a != a) & (b != b))).all())
+    return np.asarray(a).tobytes() == np.asarray(b).tobytes()  # jax.numpy would compile a program
+
+
+def _has_equal_eqns(first: Any, second: Any) -> bool:
+    """Whether two jaxprs have equal operations on corresponding variables."""
+    counterparts: dict[Any, Any] = {}
+
+    def bind(ours: Sequence[Any], theirs: Sequence[Any]) -> bool:
+        counterparts.update(zip(ours, theirs, strict=False))
+        return [v.aval for v in ours] == [v.aval for v in theirs]
+
+    def is_equal_atom(a: Any, b: Any) -> bool:
+        if is_variable(a):
+            return counterparts[a] is b
+        return not is_variable(b) and a.aval == b.aval and _is_equal(a.val, b.val)
+
+    def is_equal_eqn(a: Any, b: Any) -> bool:
+        if a.primitive is not b.primitive or len(a.invars) != len(b.invars):
+            return False
+        params = (jaxprs_in_params(e) if e.primitive in _HAVE_RULES else e.params for e in (a, b))
+        return all(map(is_equal_atom, a.invars, b.invars)) and bind(a.outvars, b.outvars) and _is_equal(*params)
+
+    return (
+        bind([*first.constvars, *first.invars], [*second.constvars, *second.invars])
+        and len(first.eqns) == len(second.eqns)
+        and all(map(is_equal_eqn, first.eqns, second.eqns))
+        and len(first.outvars) == len(second.outvars)
+        and all(map(is_equal_atom, first.outvars, second.outvars))
+    )
