@@ -28,6 +28,13 @@ CONVOLUTIONS: dict[str, Case] = {
     "patches": (lambda x, w: F.conv2d(x, w, stride=(2, 3), padding=(1, 0)), ((2, 3, 7, 8), (4, 3, 2, 3))),
     "groups": (lambda x, w: F.conv2d(x, w, stride=(2, 1), padding=1, groups=2), ((2, 4, 7, 6), (6, 2, 3, 2))),
     "depthwise": (lambda x, w: F.conv2d(x, w, dilation=(1, 2), padding=2, groups=3), ((2, 3, 7, 6), (6, 1, 3, 2))),
+    "one element": (lambda x, w: F.conv2d(x, w, stride=(1, 2), padding=(0, 1)), ((2, 3, 5, 4), (4, 3, 1, 1))),
+    "one element, many channels": (lambda x, w: F.conv1d(x, w), ((2, 9, 2), (8, 9, 1))),
+    "many channels in groups": (lambda x, w: F.conv1d(x, w, padding=1, groups=2), ((2, 14, 5), (6, 7, 3))),
+    "depthwise, three axes": (
+        lambda x, w: F.conv3d(x, w, stride=(1, 2, 1), dilation=(1, 1, 2), padding=(0, 1, 2), groups=2),
+        ((2, 2, 3, 4, 5), (4, 1, 2, 3, 2)),
+    ),
     "strided depthwise": (lambda x, w: F.conv2d(x, w, stride=(3, 2), groups=3), ((2, 3, 8, 7), (3, 1, 2, 3))),
     "three axes": (
         lambda x, w: F.conv3d(x, w, stride=(1, 2, 3), padding=(1, 0, 2)),
@@ -49,6 +56,12 @@ CONVOLUTIONS: dict[str, Case] = {
     "transposed, groups": (
         lambda x, w: F.conv_transpose2d(x, w, stride=2, padding=(0, 1), groups=2),
         ((2, 4, 3, 5), (4, 3, 3, 4)),
+    ),
+    "transposed, depthwise": (
+        lambda x, w: F.conv_transpose2d(
+            x, w, stride=(2, 1), padding=(1, 0), output_padding=(2, 1), dilation=(3, 2), groups=3
+        ),
+        ((2, 3, 4, 3), (3, 2, 3, 2)),
     ),
     "transposed, three axes": (
         lambda x, w: F.conv_transpose3d(x, w, stride=(2, 1, 3), padding=(1, 0, 1)),
@@ -87,6 +100,9 @@ CASES = CONVOLUTIONS | POOLINGS | OTHERS
 # Equal functions, where torch has no second derivative, or a wrong one.
 REFERENCES: dict[str, Callable[..., Any]] = {
     "transposed": lambda x, w: F.pad(F.conv_transpose2d(x, w, stride=(3, 2), dilation=(1, 2)), (-2, -1, -1, 1)),
+    "transposed, depthwise": lambda x, w: F.pad(
+        F.conv_transpose2d(x, w, stride=(2, 1), dilation=(3, 2), groups=3), (0, 1, -1, 1)
+    ),
     "transposed, unread inputs": lambda x, w: F.conv_transpose1d(x, w, stride=2)[..., 5:-4],
     "logcumsumexp": lambda x: x.exp().cumsum(1).log(),
 }
@@ -164,7 +180,7 @@ def test_gradients_over_devices_are_those_of_one_device(name: str, axis_type: st
         np.testing.assert_allclose(got, expected, rtol=1e-3, atol=1e-3 * abs(expected).max())
 
 
-@pytest.mark.parametrize("name", ["groups", "depthwise", "three axes", "transposed"])
+@pytest.mark.parametrize("name", ["one element", "groups", "depthwise", "three axes", "transposed"])
 def test_an_empty_batch_has_empty_results_and_zero_gradients(name: str) -> None:
     function, (shape, weight) = CONVOLUTIONS[name]
     x, w = jnp.zeros((0, *shape[1:])), jnp.ones(weight)
@@ -184,7 +200,7 @@ def test_half_precision_is_rounded_once(name: str) -> None:
     np.testing.assert_array_equal(got.astype(np.float32), exact.bfloat16().float())
 
 
-@pytest.mark.parametrize("name", ["depthwise", "three axes", "transposed"])
+@pytest.mark.parametrize("name", ["one element", "depthwise", "three axes", "transposed"])
 def test_only_the_operands_are_saved(name: str) -> None:
     function, shapes = CONVOLUTIONS[name]
     pull = jax.vjp(jax.jit(jaxfn.from_torch(function)), *map(jnp.asarray, arrays_of(shapes)))[1]
@@ -193,7 +209,7 @@ def test_only_the_operands_are_saved(name: str) -> None:
 
 
 @pytest.mark.parametrize("platform", ["cuda", "tpu"])
-@pytest.mark.parametrize("name", ["groups", "depthwise", "three axes", "transposed"])
+@pytest.mark.parametrize("name", ["one element", "groups", "depthwise", "three axes", "transposed"])
 def test_a_gpu_and_a_tpu_run_one_convolution_and_two_in_reverse_mode(name: str, platform: str) -> None:
     function, shapes = CONVOLUTIONS[name]
     translated = jaxfn.from_torch(function)
