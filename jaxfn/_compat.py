@@ -285,6 +285,29 @@ def value_under_vmaps(array: Any) -> tuple[Any, tuple[Any, ...]]:
     return staged_atom(array), tuple(dims)
 
 
+def is_concrete(array: Any) -> bool:
+    """Whether an array has values under the tracers of derivatives and of `jax.vmap` (0.10.0 to 0.12.0)."""
+    while isinstance(array, Tracer):
+        tracer: Any = array
+        if not (has_tangent(tracer) or hasattr(tracer, "batch_dim")):
+            return False
+        array = tracer.primal if has_tangent(tracer) else tracer.val
+    return True
+
+
+def elements_under_vmaps(array: Any) -> np.ndarray[Any, Any]:
+    """Returns the values of a concrete array for all elements of batches, along the first axis (0.10.0 to 0.12.0)."""
+    if has_tangent(array):
+        return elements_under_vmaps(array.primal)
+    if not isinstance(array, Tracer):
+        return np.asarray(array)[None]
+    tracer: Any = array
+    values = elements_under_vmaps(tracer.val)
+    if not isinstance(tracer.batch_dim, int):  # the same for all
+        return values
+    return np.moveaxis(values, tracer.batch_dim + 1, 1).reshape(-1, *tracer.shape)
+
+
 def has_tangent(array: object) -> bool:
     """Whether an array is itself a tracer of a derivative, not only wraps one (0.10.0 to 0.12.0)."""
     return _is_derivative_tracer(type(array))

@@ -45,9 +45,9 @@ def from_torch(
 
     torch traces the Python code (of a Function, its `forward` and `backward`) once for each set of shapes, dtypes and
     Python values, and jaxfn translates the traced operations to `jax.numpy`. So Python control flow may depend on
-    shapes, on Python values and on `ctx.needs_input_grad`, but not on the values of tensors. JAX differentiates the
-    translation of a module or a Python function; Functions that they apply are differentiated by
-    their own `backward`.
+    shapes, on Python values and on `ctx.needs_input_grad`; that of a Function, outside `jax.jit`, also on the values of
+    tensors. JAX differentiates the translation of a module or a Python function; Functions that they apply are
+    differentiated by their own `backward`.
 
     Args:
       torch_function: A subclass of `torch.autograd.Function`; a `torch.nn.Module` (an instance); or a Python function

@@ -591,7 +591,7 @@ def test_what_a_failed_trace_leaves_is_plain(store):
         return x if x.sum() > 0 else -x
 
     with pytest.raises(TranslationError, match="value"):
-        jaxfn.from_torch(function_of(failing)).apply(jnp.ones(3))
+        jax.jit(jaxfn.from_torch(function_of(failing)).apply)(jnp.ones(3))
     constant, dependent = stored
     assert type(constant) is type(dependent) is torch.Tensor
     assert constant.device.type == "cpu" and dependent.device.type == "meta"

@@ -212,4 +212,4 @@ def test_a_vmap_that_cannot_be_used_raises_under_vmap_alone(function: Any, optio
     apply = jaxfn.from_torch(function).apply
     np.testing.assert_array_equal(apply(X, **options), 2 * X)
     with pytest.raises(error, match=message):
-        jax.vmap(lambda x: apply(x, **options))(X)
+        jax.jit(jax.vmap(lambda x: apply(x, **options)))(X)

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 from jaxfn._torch.convert.definition import Definition
 from jaxfn._torch.convert.lifting import ORIGINAL
 from jaxfn._torch.convert.traced_code import TracedCode, TracedForward
-from jaxfn._torch.graph.recorder import AssumedValue
+from jaxfn._torch.graph.reads import Read
 from jaxfn._torch.graph.targets import operation_name
 from jaxfn._torch.values.errors import TranslationError
 
@@ -112,7 +112,7 @@ class Explanation:
         assumed values. Their `line.callable` is a function that `ops=` can name.
     """
 
-    def __init__(self, name: str, parts: Sequence[Part], values_needed: Sequence[AssumedValue] = ()) -> None:
+    def __init__(self, name: str, parts: Sequence[Part], values_needed: Sequence[Read] = ()) -> None:
         self.name = name
         self.parts = list(parts)
         self.values_needed = list(values_needed)

@@ -19,7 +19,8 @@ from jaxfn._methods import UserMethods
 from jaxfn._once_differentiable import once_differentiable
 from jaxfn._torch.convert.definition import Definition
 from jaxfn._torch.convert.explain import Explanation, Part
-from jaxfn._torch.convert.traced_code import TensorSpec, TracedForward, TracedVmap, get_or_trace, tensor_spec
+from jaxfn._torch.convert.traced_code import TensorSpec, TracedForward, TracedVmap, TraceLookup, tensor_spec
+from jaxfn._torch.graph.reads import Answerer
 from jaxfn._torch.graph.recorder import NO_EXTERNALS
 from jaxfn._torch.source.source import write_source
 from jaxfn._torch.trace.state import TraceConfig
@@ -133,12 +134,18 @@ class ConvertedFunction(Function, metaclass=_ConvertedFunctionType):
         return write_source(cls.torch_function, cls.apply, args, kwargs, examples)
 
 
-class _TracedCall(NamedTuple):
-    """A call's trace, arrays and random key."""
+class _ForwardCall(NamedTuple):
+    """A call's trace, arrays and random key, and the results of the trace's graph if it has been run."""
 
     traced: TracedForward
     arrays: list[Any]
     key: Any
+    results: Any
+
+    def slot_values(self) -> dict[int, Any]:
+        """Returns the value of each slot that is not a constant."""
+        results = self.traced.run_graph(self.arrays, self.key) if self.results is None else self.results
+        return self.traced.slot_values(self.arrays, results)
 
 
 class FunctionAdapter:
@@ -162,7 +169,7 @@ class FunctionAdapter:
         """Runs `forward` and, if the class has one, `setup_context`, as a combined-style `forward`."""
         call = self._find_trace(args, kwargs, ctx_state(ctx))
         self._warn_about_trace(call.traced)
-        values = call.traced.run(call.arrays, call.key)
+        values = call.slot_values()
         self._fill_ctx(ctx, call, values)
         return unflatten_tensors(call.traced.output, values)
 
@@ -170,7 +177,7 @@ class FunctionAdapter:
         """Runs `forward` for a jaxfn Function with a `setup_context`."""
         call = self._find_trace(args, kwargs, None)
         self._warn_about_trace(call.traced)
-        return unflatten_tensors(call.traced.output, call.traced.run(call.arrays, call.key))
+        return unflatten_tensors(call.traced.output, call.slot_values())
 
     def setup_context(self, ctx: FunctionCtx, inputs: tuple[Any, ...], output: Any) -> None:
         """Runs `setup_context`."""
@@ -179,7 +186,7 @@ class FunctionAdapter:
         call = self._find_trace(args, kwargs, state)
         values = call.traced.values_of_inputs_and_outputs(call.arrays, flatten_tensors(output, is_array_leaf).leaves)
         if not all(slot in values for saved in call.traced.saved_slots.values() for slot in saved):
-            values = call.traced.run(call.arrays, call.key) | values
+            values = call.slot_values() | values
         self._fill_ctx(ctx, call, values)
 
     def vmap(self, info: Any, in_dims: tuple[Any, ...], *inputs: Any) -> Any:
@@ -190,21 +197,22 @@ class FunctionAdapter:
         (*values, key), (*dims, key_dim) = inputs, in_dims
         arguments = flatten_tensors(tuple(values), is_array_leaf)
         specs = [self._spec(array) for array in arguments.leaves]
-        batched = get_or_trace(
-            f"{name}.vmap",
-            self._traced_vmaps,
-            (arguments.template, dims, info.batch_size),
-            specs,
-            lambda specs: TracedVmap(self.definition, arguments.template, specs, info, tuple(dims)),
-        )
+
+        def trace(specs: Sequence[TensorSpec], answerer: Answerer) -> TracedVmap:
+            return TracedVmap(self.definition, arguments.template, specs, info, tuple(dims), answerer)
+
+        template = arguments.template, dims, info.batch_size
+        lookup = TraceLookup(f"{name}.vmap", self._traced_vmaps, template, specs, trace, warn=self._warn_once)
+        batched, results = lookup.find(arguments.leaves, key)
         if batched.draws and key_dim is not None:
             raise TranslationError(
                 f"{name}.vmap draws random numbers for the whole batch, by one key; it got a batch of keys. Pass a "
                 "single key"
             )
-        return batched.run(arguments.leaves, key)
+        results = batched.run_graph(arguments.leaves, key) if results is None else results
+        return unflatten_tensors(batched.returned, results)
 
-    def _find_trace(self, args: tuple[Any, ...], kwargs: dict[str, Any], state: Any) -> _TracedCall:
+    def _find_trace(self, args: tuple[Any, ...], kwargs: dict[str, Any], state: Any) -> _ForwardCall:
         """Returns a call's trace and arrays; without a ctx state, every input counts as needing a gradient."""
         key = kwargs.pop(self.definition.key_name)
         arguments = flatten_tensors((args, kwargs), is_array_leaf)
@@ -212,9 +220,11 @@ class FunctionAdapter:
         flags = (True,) * (len(args) + len(kwargs))
         if state is not None:
             flags = self._flags(state.names.names, state.needs_input_grad)
-        return _TracedCall(self.trace_forward(arguments.template, specs, flags), arguments.leaves, key)
+        traced, results = self._forward_lookup(arguments.template, specs, flags).find(arguments.leaves, key)
+        self._add_backward_error(traced)
+        return _ForwardCall(traced, arguments.leaves, key, results)
 
-    def _fill_ctx(self, ctx: FunctionCtx, call: _TracedCall, values: Mapping[int, Any]) -> None:
+    def _fill_ctx(self, ctx: FunctionCtx, call: _ForwardCall, values: Mapping[int, Any]) -> None:
         """Fills jaxfn's ctx with what the torch code set on its own ctx; `values` holds the values of the slots."""
         traced = call.traced
         if traced.reads_needs_input_grad:
@@ -236,14 +246,15 @@ class FunctionAdapter:
         names = ctx_state(ctx).names.names
         outputs = traced.output if isinstance(traced.output, tuple) else (traced.output,)
         template, arrays, specs = _match_template(outputs, _sum_per_tensor(traced, outputs, grad_outputs), traced.specs)
-        rule = traced.trace_rule("backward", template, specs, self._flags(names, tuple(ctx.needs_input_grad)))
+        lookup = traced.rule_lookup("backward", template, specs, self._flags(names, tuple(ctx.needs_input_grad)))
+        key = None if ctx.key is None else jax.random.fold_in(ctx.key, _BACKWARD_KEY_DATA)
+        rule, results = lookup._replace(warn=self._warn_once).run([*ctx.saved_tensors, *arrays], key)
         if rule.differentiates_externals:
             self._warn_once(
                 f"{self.definition.name}.backward gives gradients to tensors that are not inputs (the parameters of a "
                 "module, for example). They are constants on JAX and get none. Pass what you train as arguments."
             )
-        key = None if ctx.key is None else jax.random.fold_in(ctx.key, _BACKWARD_KEY_DATA)
-        gradients = list(rule.run(ctx.saved_tensors, arrays, key))
+        gradients = list(unflatten_tensors(rule.returned, results))
         return tuple(self._gradients_of_inputs(gradients, traced.arguments, names))
 
     def jvp(self, ctx: Any, tangents: Sequence[Any]) -> Any:
@@ -254,21 +265,27 @@ class FunctionAdapter:
         index = names.index(self.definition.key_name)
         values = [*tangents[:index], *tangents[index + 1 :]]
         template, arrays, specs = _match_template((*args, *kwargs.values()), values, traced.input_specs)
-        rule = traced.trace_rule("jvp", template, specs, self._flags(names, tuple(ctx.needs_input_grad)))
+        lookup = traced.rule_lookup("jvp", template, specs, self._flags(names, tuple(ctx.needs_input_grad)))
         key = None if ctx.key is None else jax.random.fold_in(ctx.key, _BACKWARD_KEY_DATA)
-        return rule.run(ctx.saved_tensors, arrays, key)
+        rule, results = lookup._replace(warn=self._warn_once).run([*ctx.saved_tensors, *arrays], key)
+        return unflatten_tensors(rule.returned, results)
 
     def trace_forward(self, arguments: Any, specs: Sequence[TensorSpec], flags: tuple[bool, ...]) -> TracedForward:
-        """Returns the trace of `forward` for these arguments, from the cache if possible."""
-        traced = get_or_trace(
-            f"{self.definition.name}.forward",
-            self._traced_forwards,
-            arguments,
-            specs,
-            lambda specs: TracedForward(self.definition, arguments, specs, flags),
-            flags,
-        )
-        traced.backward_error = traced.backward_error or self._backward_errors.get(_static_identities(arguments))
+        """Returns the trace of `forward` for these arguments. Raises if it reads values."""
+        return self._add_backward_error(self._forward_lookup(arguments, specs, flags).get())
+
+    def _forward_lookup(
+        self, arguments: Any, specs: Sequence[TensorSpec], flags: tuple[bool, ...]
+    ) -> TraceLookup[TracedForward]:
+        def trace(specs: Sequence[TensorSpec], answerer: Answerer) -> TracedForward:
+            return TracedForward(self.definition, arguments, specs, flags, answerer)
+
+        name = f"{self.definition.name}.forward"
+        return TraceLookup(name, self._traced_forwards, arguments, specs, trace, flags, self._warn_once)
+
+    def _add_backward_error(self, traced: TracedForward) -> TracedForward:
+        errors = self._backward_errors
+        traced.backward_error = traced.backward_error or errors.get(_static_identities(traced.arguments))
         return traced
 
     def preview(self, arguments: FlatTensors) -> tuple[TracedForward, bool]:

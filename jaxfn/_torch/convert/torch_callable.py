@@ -17,8 +17,8 @@ from jaxfn._torch._compat import without_functions
 from jaxfn._torch.convert.definition import TorchCode, with_key
 from jaxfn._torch.convert.explain import Explanation, Part
 from jaxfn._torch.convert.nondifferentiable import nondifferentiable
-from jaxfn._torch.convert.traced_code import TensorSpec, TracedCode, get_or_trace
-from jaxfn._torch.graph.recorder import AssumedValue
+from jaxfn._torch.convert.traced_code import TensorSpec, TracedCode, TraceLookup
+from jaxfn._torch.graph.reads import NO_VALUES, Answerer, AssumedValues, Read
 from jaxfn._torch.source.source import write_source
 from jaxfn._torch.trace.leaks import checking_leaks
 from jaxfn._torch.trace.scope import trace_scope
@@ -149,19 +149,18 @@ class TorchCallable:
           state: A key of everything else that the code's behaviour depends on.
         """
         request = self._make_request(arguments, num_parameter_args)
+        template = request.arguments.template, tuple(request.are_parameters), state
+
+        def trace(specs: Sequence[TensorSpec], answerer: Answerer) -> TracedCallable:
+            return request._replace(specs=specs)(answerer)
+
         try:
-            traced = get_or_trace(
-                self.code.name,
-                self._traces,
-                (request.arguments.template, tuple(request.are_parameters), state),
-                request.specs,
-                lambda specs: request._replace(specs=specs)(),
-            )
+            traced = TraceLookup(self.code.name, self._traces, template, request.specs, trace).get()
         except DataDependentError as error:
-            _, assumed = _trace_with_assumed_values(request)
-            if len(assumed) < 2:
+            _, reads = _trace_with_assumed_values(request)
+            if len(reads) < 2:
                 raise
-            more = "".join(map(str, assumed[1:]))
+            more = "".join(map(str, reads[1:]))
             raise DataDependentError(
                 f"{error}\nAs far as can be seen, the code reads concrete values in more indices:{more}"
             ) from error
@@ -174,8 +173,8 @@ class TorchCallable:
             with checking_leaks(name):
                 return Explanation(name, [Part("forward", request())])
         except TranslationError as error:
-            traced, assumed = _trace_with_assumed_values(request)
-            return Explanation(name, [Part("forward", traced, error)], assumed)
+            traced, reads = _trace_with_assumed_values(request)
+            return Explanation(name, [Part("forward", traced, error)], reads)
 
     def _make_request(self, arguments: tuple[Any, ...], num_parameter_args: int) -> _TraceRequest:
         flat = flatten_tensors(arguments, is_array_leaf)
@@ -193,7 +192,7 @@ class _TraceRequest(NamedTuple):
     are_parameters: list[bool]
     tracks_all_inputs: bool = False
 
-    def __call__(self, assumed: list[AssumedValue] | None = None) -> TracedCallable:
+    def __call__(self, answerer: Answerer = NO_VALUES) -> TracedCallable:
         """Traces the callable.
 
         `torch.compiler.is_compiling()` returns True first, so that the code skips data-dependent checks. If that path
@@ -201,18 +200,17 @@ class _TraceRequest(NamedTuple):
         False.
 
         Args:
-          assumed: Collects where Python code reads a concrete value, if tracing is to go on with assumed values.
+          answerer: Answers the reads of values of traced tensors.
         """
-        first = self._attempt(assumed, is_compiling=True)
+        first = self._attempt(answerer, is_compiling=True)
         if first.is_translated or not first.reads_is_compiling:
             return first.get()
-        second = self._attempt(assumed, is_compiling=False)
+        second = self._attempt(answerer, is_compiling=False)
         return second.get() if second.is_translated or not first.is_informative else first.get()
 
-    def _attempt(self, assumed: list[AssumedValue] | None, *, is_compiling: bool) -> _TraceAttempt:
+    def _attempt(self, answerer: Answerer, *, is_compiling: bool) -> _TraceAttempt:
         code = self.torch_callable.code
-        state = TraceState(code.name, code.config, is_compiling=is_compiling)
-        state.recorder.assumed = assumed
+        state = TraceState(code.name, code.config, is_compiling=is_compiling, answerer=answerer)
         state.arguments_require_grad = self.torch_callable.arguments_require_grad
         try:
             with checking_leaks(code.name):
@@ -228,10 +226,10 @@ class _TraceRequest(NamedTuple):
             result = error
         if state.reads_requires_grad and not self.torch_callable.arguments_require_grad:
             self.torch_callable.arguments_require_grad = True
-            return self._attempt(assumed, is_compiling=is_compiling)
+            return self._attempt(answerer, is_compiling=is_compiling)
         line = state.recorder.data_mutation
         if isinstance(result, TracedCallable) and line and not self.tracks_all_inputs:
-            for_all = self._replace(tracks_all_inputs=True)._attempt(assumed, is_compiling=is_compiling)
+            for_all = self._replace(tracks_all_inputs=True)._attempt(answerer, is_compiling=is_compiling)
             if not for_all.is_translated:
                 result.gradient_error = DeferredError(TranslationError, _DATA_MUTATION.format(code.name, line))
         return _TraceAttempt(result, state.reads_is_compiling)
@@ -260,14 +258,14 @@ class _TraceAttempt(NamedTuple):
         return self.result
 
 
-def _trace_with_assumed_values(request: _TraceRequest) -> tuple[TracedCallable | None, list[AssumedValue]]:
+def _trace_with_assumed_values(request: _TraceRequest) -> tuple[TracedCallable | None, list[Read]]:
     """Traces code that reads concrete values, with assumed values. Returns the trace, or `None`, and the reads."""
-    assumed: list[AssumedValue] = []
+    answerer = AssumedValues()
     try:
         with checking_leaks(request.torch_callable.code.name):
-            return request(assumed), assumed
+            return request(answerer), answerer.reads
     except Exception:  # Any exception: the code ran with wrong values.
-        return None, assumed
+        return None, answerer.reads
 
 
 def _check_gradients(

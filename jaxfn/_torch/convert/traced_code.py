@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import re
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple, TypeVar
+import warnings
+from collections.abc import Callable, Generator, Mapping, Sequence
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import torch
 from torch.utils import _pytree as torch_tree
 
@@ -18,15 +21,18 @@ from jaxfn._jaxpr import ArrayIdentity
 from jaxfn._torch._compat import takes_boxed_gradients, without_functions
 from jaxfn._torch.convert.definition import Definition, TorchCode
 from jaxfn._torch.graph.interpreter import TranslatedGraph, Unsupported, unsupported_message
+from jaxfn._torch.graph.reads import NO_VALUES, Answerer, CallValues, are_concrete, first_answers, same_bits, to_bytes
 from jaxfn._torch.graph.targets import draws_random_numbers
 from jaxfn._torch.trace.leaks import checking_leaks, may_overlap
-from jaxfn._torch.trace.scope import trace_scope
+from jaxfn._torch.trace.scope import outside_trace, trace_scope
 from jaxfn._torch.trace.state import ACTIVE, TraceState
-from jaxfn._torch.values.errors import TranslationError
+from jaxfn._torch.values.errors import DataDependentError, TranslationError
 from jaxfn._torch.values.flatten import Slot, flatten_tensors, slots, unflatten_tensors
 from jaxfn._torch.values.trace_cache import LRUCache, static_key, torch_settings_key
 from jaxfn._tree import Opaque
 
+# The number of traces for equal arguments that differ in what the code read of the values of tensors.
+_MAX_COURSES = 32
 # The number of traces of `backward` and `jvp` that are cached for each trace of `forward`: one for each pattern of
 # gradients that are None, and of flags.
 _MAX_RULES = 32
@@ -59,6 +65,7 @@ class TracedCode(Opaque):
       reads_external_values: Whether the code read values of external tensors, which may change.
       differentiates_externals: Whether the code computed gradients of external tensors.
       functions: The Functions that the code applies, each as it was traced there.
+      reads: What the code read of the values of traced tensors. The trace is valid for arrays that give equal values.
       needs_input_grad: One flag for each input of `forward`, of a Function.
       reads_needs_input_grad: Whether the code read those flags.
     """
@@ -69,6 +76,7 @@ class TracedCode(Opaque):
     def __init__(self, code: TorchCode, method: str, state: TraceState, results: Sequence[torch.Tensor]) -> None:
         self.code = code
         self.method = method
+        self._num_results = len(results)
         self.graph_module = state.finish(results)
         nodes = [node for node in self.graph_module.graph.nodes if node.op == "call_function"]
         self.draws = any(draws_random_numbers(node.target) for node in nodes)
@@ -76,13 +84,15 @@ class TracedCode(Opaque):
         self.reads_external_values = state.recorder.reads_external_values
         self.differentiates_externals = state.recorder.differentiates_externals
         self.functions: list[TracedForward] = list(state.functions)
+        self.reads = state.recorder.reads
         translation = TranslatedGraph(self.graph_module, code.config.replacements.operations)
         self._unsupported = translation.unsupported
         self._constants = translation.constants
         # Outside `jax.jit` the graph is one compiled executable. Inside, its operations are inlined into the caller.
         self._run = jax.jit(translation.run, inline=True)
         self._indices = translation.indices
-        self._run_with_extremes = jax.jit(functools.partial(translation.run, returns_extremes=True))
+        self._run_with_checks = functools.partial(_run_with_checks, translation, len(results))
+        self._run_compiled_with_checks = jax.jit(self._run_with_checks)
 
     @property
     def is_translated(self) -> bool:
@@ -99,33 +109,78 @@ class TracedCode(Opaque):
         """Whether the trace is valid for these flags."""
         return not self.reads_needs_input_grad or self.needs_input_grad == needs_input_grad
 
-    def run_graph(self, arrays: Sequence[Any], key: Any) -> Sequence[Any]:
-        """Computes the graph's results for JAX arrays.
+    def run_graph(self, arrays: Sequence[Any], key: Any, known: Mapping[torch.fx.Node, Any] | None = None) -> Any:
+        """Computes the graph's results for JAX arrays; op by op, if values of nodes are `known`.
 
         Raises:
           TranslationError: An operation has no translation; or the graph draws random numbers, and `key` is `None`.
           IndexError: A concrete index is out of range, outside `jax.jit`.
         """
-        where = f"{self.code.name}.{self.method}"
-        if self._unsupported:
-            raise TranslationError(f"{where}: {unsupported_message(self.unsupported)}")
-        if self.draws and key is None:
-            raise TranslationError(missing_key_message(where, self.code))
-        try:
-            if not self._indices or staging_traces():
-                return self._run(arrays, key, self._constants())
-            results, extremes = self._run_with_extremes(arrays, key, self._constants())
-            for i, (smallest, largest) in extremes.items():
-                indices = self._indices[i]
-                for index in (under_tracers(smallest).min(), under_tracers(largest).max()):
-                    if not indices.low <= index < indices.size:
-                        raise IndexError(
-                            f"{where}: index {index} is out of range for a dimension of size {indices.size}, at "
-                            f"{indices.line}"
-                        )
+        self._check_runnable(key)
+        with self._naming_errors():
+            if known is None and (not self._indices or staging_traces()):
+                return self._run(arrays, key, self._constants())[: self._num_results]
+            run = self._run_compiled_with_checks if known is None else self._run_with_checks
+            results, _, extremes = run(arrays, key, self._constants(), known)
+            self._check_indices(extremes)
             return results
+
+    def run_if_valid(self, arrays: Sequence[Any], key: Any) -> tuple[Any, list[np.ndarray[Any, Any]]]:
+        """Returns the graph's results, `None` if a read differs from the trace's answer, and what the reads gave."""
+        self._check_runnable(key)
+        with self._naming_errors():
+            results, read, extremes = self._run_compiled_with_checks(arrays, key, self._constants())
+            answers = first_answers(read, self.reads)
+            if not self.begins_with(answers):
+                return None, answers
+            self._check_indices(extremes)
+            return results, answers
+
+    def begins_with(self, answers: Sequence[np.ndarray[Any, Any]]) -> bool:
+        """Whether these are the answers to the first reads."""
+        pairs = zip(self.reads, answers, strict=False)
+        return len(answers) <= len(self.reads) and all(same_bits(read.answer, answer) for read, answer in pairs)
+
+    def _check_runnable(self, key: Any) -> None:
+        if self._unsupported:
+            raise TranslationError(f"{self._where}: {unsupported_message(self.unsupported)}")
+        if self.draws and key is None:
+            raise TranslationError(missing_key_message(self._where, self.code))
+
+    def _check_indices(self, extremes: Mapping[int, Any]) -> None:
+        for i, (smallest, largest) in extremes.items():
+            indices = self._indices[i]
+            for index in (under_tracers(smallest).min(), under_tracers(largest).max()):
+                if not indices.low <= index < indices.size:
+                    raise IndexError(
+                        f"{self._where}: index {index} is out of range for a dimension of size {indices.size}, at "
+                        f"{indices.line}"
+                    )
+
+    @contextlib.contextmanager
+    def _naming_errors(self) -> Generator[None]:
+        try:
+            yield
         except TranslationError as error:
-            raise error if self.code.name in str(error) else TranslationError(f"{where}: {error}") from error
+            named = type(error)(f"{self._where}: {error}")
+            raise error if self.code.name in str(error) else named from error
+
+    @property
+    def _where(self) -> str:
+        return f"{self.code.name}.{self.method}"
+
+
+def _run_with_checks(
+    translation: TranslatedGraph,
+    num_results: int,
+    arrays: Sequence[Any],
+    key: Any,
+    constants: Sequence[Any],
+    known: Mapping[torch.fx.Node, Any] | None = None,
+) -> tuple[Sequence[Any], jax.Array, Mapping[int, Any]]:
+    """Returns the graph's results, the bytes of what was read, and the extremes of indices."""
+    outputs, extremes = translation.run(arrays, key, constants, returns_extremes=True, known=known)
+    return outputs[:num_results], to_bytes(outputs[num_results:]), extremes
 
 
 def missing_key_message(where: str, code: TorchCode) -> str:
@@ -246,6 +301,7 @@ class TracedForward(TracedCode):
         arguments: Any,
         specs: Sequence[TensorSpec],
         needs_input_grad: tuple[bool, ...],
+        answerer: Answerer,
     ) -> None:
         self.definition = definition
         self.needs_input_grad = needs_input_grad
@@ -255,7 +311,7 @@ class TracedForward(TracedCode):
         self._input_indices = [i for i, value in enumerate((*args, *kwargs.values())) for _ in slots(value)]
         self.input_specs = specs
         self._rules = LRUCache["TracedRule"](_MAX_RULES)
-        state = TraceState(definition.name, definition.config)
+        state = TraceState(definition.name, definition.config, answerer=answerer)
         ctx = TorchContext(needs_input_grad, on_read=state.note_flags_read)
         with trace_scope(state):
             inputs = self._new_inputs(state, needs_input_grad)
@@ -346,11 +402,10 @@ class TracedForward(TracedCode):
         function.setup_context(ctx, (*args, *kwargs.values()), output)
         return output
 
-    def run(self, inputs: Sequence[Any], key: Any) -> dict[int, Any]:
-        """Runs the translation, and returns the value of each slot that is not a constant."""
+    def slot_values(self, inputs: Sequence[Any], results: Sequence[Any]) -> dict[int, Any]:
+        """Returns the value of each slot that is not a constant, from the graph's results."""
         # A translated `clone` returns the array itself. A result is copied if it is an input array, since
         # saving it would save the input, or as an output, since marking or differentiating it would affect that one.
-        results = self.run_graph(inputs, key)
         identity = ArrayIdentity(inputs)
         others = set(map(identity.key, inputs))
         values: dict[int, Any] = {}
@@ -372,20 +427,18 @@ class TracedForward(TracedCode):
         of_inputs = {i: inputs[source.position] for i, source in enumerate(self.sources) if source.kind == "input"}
         return of_inputs | dict(zip(slots(self.output), outputs, strict=True))
 
-    def trace_rule(
+    def rule_lookup(
         self, method: str, arguments: Any, specs: Sequence[TensorSpec], needs_input_grad: tuple[bool, ...]
-    ) -> TracedRule:
-        """Returns the trace of `backward` or `jvp` for a template of gradients or tangents."""
+    ) -> TraceLookup[TracedRule]:
+        """Returns the lookup of a trace of `backward` or `jvp` for a template of gradients or tangents."""
         if self.backward_error is not None and method == "backward":
             raise self.backward_error
-        return get_or_trace(
-            f"{self.definition.name}.{method}",
-            self._rules,
-            (method, arguments),
-            specs,
-            lambda specs: TracedRule(self, method, arguments, specs, needs_input_grad),
-            needs_input_grad,
-        )
+
+        def trace(specs: Sequence[TensorSpec], answerer: Answerer) -> TracedRule:
+            return TracedRule(self, method, arguments, specs, needs_input_grad, answerer)
+
+        name = f"{self.definition.name}.{method}"
+        return TraceLookup(name, self._rules, (method, arguments), specs, trace, needs_input_grad)
 
     @property
     def is_in_own_backward(self) -> bool:
@@ -405,7 +458,8 @@ class TracedForward(TracedCode):
         before = ACTIVE.traced_backwards
         ACTIVE.traced_backwards = (*before, self.definition.original)
         try:
-            return self.trace_rule("backward", arguments.template, specs, (True,) * len(self.needs_input_grad))
+            flags = (True,) * len(self.needs_input_grad)
+            return self.rule_lookup("backward", arguments.template, specs, flags).get()
         finally:
             ACTIVE.traced_backwards = before
 
@@ -496,12 +550,13 @@ class TracedRule(TracedCode):
         template: Any,
         specs: Sequence[TensorSpec],
         needs_input_grad: tuple[bool, ...],
+        answerer: Answerer,
     ) -> None:
         definition = forward.definition
         function = definition.function.jvp if method == "jvp" else definition.backward
         assert function is not None
         self.needs_input_grad = needs_input_grad
-        state = TraceState(definition.name, definition.config, is_differentiated=True)
+        state = TraceState(definition.name, definition.config, is_differentiated=True, answerer=answerer)
         with trace_scope(state):
             ctx = forward.make_ctx(method, state, needs_input_grad)
             saved = forward.input_specs if forward.reruns_forward else forward.saved_slots[method]
@@ -526,64 +581,124 @@ class TracedRule(TracedCode):
         self.reads_needs_input_grad = state.reads_needs_input_grad
         super().__init__(definition, method, state, values)
 
-    def run(self, saved: Sequence[Any], arguments: Sequence[Any], key: Any) -> tuple[Any, ...]:
-        """Runs the translation on JAX arrays."""
-        return unflatten_tensors(self.returned, self.run_graph([*saved, *arguments], key))
-
 
 class TracedVmap(TracedCode):
-    """`vmap`, traced for inputs with their batch axes."""
+    """`vmap`, traced for inputs with their batch axes. `returned` is the template of outputs and out_dims."""
 
     def __init__(
-        self, definition: Definition, arguments: Any, specs: Sequence[TensorSpec], info: Any, in_dims: tuple[Any, ...]
+        self,
+        definition: Definition,
+        arguments: Any,
+        specs: Sequence[TensorSpec],
+        info: Any,
+        in_dims: tuple[Any, ...],
+        answerer: Answerer,
     ) -> None:
-        state = TraceState(definition.name, definition.config)
+        state = TraceState(definition.name, definition.config, answerer=answerer)
         with trace_scope(state):
             inputs = unflatten_tensors(arguments, [state.add_input(*spec, requires_grad=True) for spec in specs])
             flat = flatten_tensors(definition.function.vmap(info, in_dims, *inputs))
             values = [state.lower(tensor) for tensor in flat.leaves]
             state.check_saved_arguments()
-        self._returned: Any = flat.template
+        self.returned: Any = flat.template
         super().__init__(definition, "vmap", state, values)
-
-    def run(self, inputs: Sequence[Any], key: Any) -> Any:
-        """Runs the batching rule on JAX arrays; returns outputs and out_dims."""
-        return unflatten_tensors(self._returned, self.run_graph(inputs, key))
 
 
 _T = TypeVar("_T", bound=TracedCode)
 
 
-def get_or_trace(
-    name: str,
-    cache: LRUCache[_T],
-    template: Any,
-    specs: Sequence[TensorSpec],
-    trace: Callable[[Sequence[TensorSpec]], _T],
-    needs_input_grad: tuple[bool, ...] = (),
-) -> _T:
-    """Returns a cached trace for these arguments, or creates one; caches it, if the arguments have a key.
+class TraceLookup(NamedTuple, Generic[_T]):
+    """The lookup of a trace for certain arguments; the code is traced if there is none.
 
-    JAX's integers have 32 bits by default. If torch requires int64, int32 inputs are traced as int64.
+    Attributes:
+      name: The name of the code in messages.
+      cache: The traces of the code.
+      template: The arguments, except for their arrays.
+      specs: The types of their arrays.
+      trace: Traces the code for such arrays.
+      needs_input_grad: One flag for each input of `forward`, of a Function.
+      warn: Warns once.
     """
-    try:
-        key = static_key(template), tuple(specs), torch_settings_key()
-    except TypeError:
-        key = None
-    found = None if key is None else cache.get(key, lambda trace: trace.fits(needs_input_grad))
-    if found is None:
+
+    name: str
+    cache: LRUCache[_T]
+    template: Any
+    specs: Sequence[TensorSpec]
+    trace: Callable[[Sequence[TensorSpec], Answerer], _T]
+    needs_input_grad: tuple[bool, ...] = ()
+    warn: Callable[[str], None] = warnings.warn
+
+    def get(self) -> _T:
+        """Returns a trace of code that reads no values of traced tensors. Raises if the code does."""
+        key = self._key()
+        return next((x for x in self._cached(key) if not x.reads), None) or self._trace(key, NO_VALUES)
+
+    def run(self, arrays: Sequence[Any], key: Any) -> tuple[_T, Any]:
+        """Returns the trace for these arrays, and the graph's results."""
+        traced, results = self.find(arrays, key)
+        return traced, traced.run_graph(arrays, key) if results is None else results
+
+    def find(self, arrays: Sequence[Any], key: Any) -> tuple[_T, Any]:
+        """Returns the trace for these arrays, and the graph's results if it had to be run to find the trace.
+
+        Outside `jax.jit`, code may read the values of traced tensors. A trace is used again where these are equal.
+        """
+        cache_key = self._key()
+        cached = self._cached(cache_key)
+        traced = next((x for x in cached if not x.reads), None)
+        is_concrete = traced is None and are_concrete([*arrays, key])
+        if traced is None and not (cached and is_concrete):
+            try:
+                traced = self._trace(cache_key, NO_VALUES)
+            except DataDependentError:
+                if not is_concrete:
+                    raise
+        if traced is not None:
+            return traced, None
+        answers: list[np.ndarray[Any, Any]] = []
+        for traced in cached:
+            if traced.begins_with(answers):
+                results, answers = traced.run_if_valid(arrays, key)
+                if results is not None:
+                    self.cache.move_to_front(cache_key, traced)
+                    return traced, results
+        if len(cached) >= _MAX_COURSES:
+            cache_key = None
+            self.warn(
+                f"{self.name} reads values of its tensors, with more than {_MAX_COURSES} different results. Calls with "
+                "new ones are right and slow: the code is traced each time"
+            )
+        answerer = CallValues(arrays, key, answers, outside_trace)
+        traced = self._trace(cache_key, answerer)
+        return traced, traced.run_graph(arrays, key, answerer.values)
+
+    def _cached(self, key: Any) -> list[_T]:
+        return [] if key is None else [x for x in self.cache.values(key) if x.fits(self.needs_input_grad)]
+
+    def _key(self) -> Any:
+        """Returns the key in the cache; `None` if the arguments have none."""
         try:
-            with checking_leaks(name):
-                found = trace(specs)
+            return static_key(self.template), tuple(self.specs), torch_settings_key()
+        except TypeError:
+            return None
+
+    def _trace(self, key: Any, answerer: Answerer) -> _T:
+        """Traces the code, and caches the trace if there is a key.
+
+        JAX's integers have 32 bits by default. If torch requires int64, int32 inputs are traced as int64.
+        """
+        try:
+            with checking_leaks(self.name):
+                traced = self.trace(self.specs, answerer)
         except (TypeError, ValueError, RuntimeError, AssertionError, IndexError) as error:
-            int64_specs = [x._replace(dtype=torch.int64) if x.dtype == torch.int32 else x for x in specs]
-            if isinstance(error, TranslationError) or int64_specs == specs or not names_int64(error):
+            specs = [x._replace(dtype=torch.int64) if x.dtype == torch.int32 else x for x in self.specs]
+            if isinstance(error, TranslationError) or specs == self.specs or not names_int64(error):
                 raise
-            with checking_leaks(name):
-                found = trace(int64_specs)
-        if key is not None and not found.reads_external_values:
-            cache.put(key, found)
-    return found
+            with checking_leaks(self.name):
+                traced = self.trace(specs, answerer)
+        if key is not None and not traced.reads_external_values:
+            self.cache.put(key, traced)
+        return traced
 
 
 def names_int64(error: Exception) -> bool:

@@ -75,12 +75,11 @@ class TranslatedGraph:
         replacements = key_by_name(ops)
         self._graph_module = graph_module
         calls: list[_ImplementedStep] = []
-        num_drawn = 0
         for step in steps(graph_module):
             operation = find_implementation(step.node, replacements) if step.node.op == "call_function" else None
-            calls.append(_ImplementedStep(step, operation, num_drawn))
-            num_drawn += isinstance(operation, Operation) and operation.draws
+            calls.append(_ImplementedStep(step, operation))
         self._make_segments = _make_segments(calls)
+        self._output = calls[-1].step
         self.indices = [indices for call in calls for indices in _indices_of(call)]
         self._constants = [call.step.node for call in calls if call.step.node.op == "get_attr"]
         limits = {node: _magnitude(graph_module, node) for node in self._constants}
@@ -103,6 +102,7 @@ class TranslatedGraph:
         constants: Sequence[Any] | None = None,
         *,
         returns_extremes: bool = False,
+        known: Mapping[Node, Any] | None = None,
     ) -> Any:
         """Computes the outputs of the graph for JAX arrays.
 
@@ -111,6 +111,7 @@ class TranslatedGraph:
           key: A JAX random key, for graphs that draw random numbers.
           constants: The result of `constants()`. Default: its current result.
           returns_extremes: Whether to also return the smallest and the largest of each of `indices`, by its position.
+          known: The values of nodes that have been computed.
 
         Returns:
           The graph's result, with the structure and dtypes that torch recorded (dtypes under the x64 setting).
@@ -120,8 +121,19 @@ class TranslatedGraph:
         """
         if self.unsupported:
             raise TranslationError(unsupported_message(self.unsupported))
+        values = self.evaluate(known or {}, inputs, key, constants)
+        outputs = self._to_int32(self._output, _substitute(self._output.arguments, values))[0]
+        found = enumerate(saturate_to_int32(values.get(indices.node)) for indices in self.indices)
+        arrays = {i: x for i, x in found if isinstance(x, jax.Array) and x.size}
+        extremes = {i: (x.min(), x.max()) for i, x in arrays.items() if returns_extremes}
+        return (outputs, extremes) if returns_extremes else outputs
+
+    def evaluate(
+        self, known: Mapping[Node, Any], inputs: Sequence[Any], key: Any, constants: Sequence[Any] | None = None
+    ) -> dict[Node, Any]:
+        """Returns the values of all nodes, from those that are known; see `run`."""
         constants = self.constants() if constants is None else constants
-        values: dict[Node, Any] = dict(zip(self._constants, constants, strict=True))
+        values: dict[Node, Any] = {**known, **dict(zip(self._constants, constants, strict=True))}
         remaining = iter(inputs)
         for segment in self._make_segments:
             if segment.is_recomputed:
@@ -132,15 +144,9 @@ class TranslatedGraph:
                 node = call.step.node
                 if node.op == "placeholder":
                     values[node] = _cast_as_recorded(next(remaining), node)
-                elif node.op == "output":
-                    outputs = self._to_int32(call.step, _substitute(call.step.arguments, values))[0]
-                    found = enumerate(saturate_to_int32(values.get(indices.node)) for indices in self.indices)
-                    arrays = {i: x for i, x in found if isinstance(x, jax.Array) and x.size}
-                    extremes = {i: (x.min(), x.max()) for i, x in arrays.items() if returns_extremes}
-                    return (outputs, extremes) if returns_extremes else outputs
-                elif node.op != "get_attr":
+                elif node.op == "call_function" and node not in values:
                     values[node] = self._evaluate(call, values, key)
-        raise TranslationError("the graph has no output")
+        return values
 
     def _evaluate_segment(self, segment: _Segment, values_before: Mapping[Node, Any], key: Any) -> list[Any]:
         values = dict(values_before)
@@ -160,7 +166,7 @@ class TranslatedGraph:
         if operation.draws:
             if key is None:
                 raise TranslationError(f"{operation_name(node.target)}{_line(node)} draws random numbers: pass `key=`")
-            arguments = (jax.random.fold_in(key, call.num_drawn), *arguments)
+            arguments = (jax.random.fold_in(key, node.meta["num_drawn"]), *arguments)
         if _is_x64_off() and self._needs_int64(step, leaves):
             return self._run_with_int64(call, arguments, options)
         with _line_scope(node):
@@ -240,11 +246,10 @@ def _indices_of(call: _ImplementedStep) -> Iterator[Indices]:
 
 
 class _ImplementedStep(NamedTuple):
-    """A step with its implementation (`None` for inputs and outputs), and the number of random draws before it."""
+    """A step with its implementation (`None` for inputs and outputs)."""
 
     step: Step
     operation: Operation | Unsupported | None
-    num_drawn: int
 
 
 class _Segment(NamedTuple):

@@ -21,6 +21,8 @@ from contextlib import AbstractContextManager
 from typing import Any, NamedTuple, cast
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 import torch
 from torch.fx.node import map_aggregate
 from torch.utils import _pytree as torch_tree
@@ -39,10 +41,11 @@ from jaxfn._torch._compat import (
     plain_torch,
     storage_id,
 )
-from jaxfn._torch.graph.source_lines import Line, format_line, ops_hint, running_line, source_line
+from jaxfn._torch.graph.reads import NO_VALUES, Answerer, GraphSoFar, Read, same_bits
+from jaxfn._torch.graph.source_lines import format_line, ops_hint, running_line, source_line
 from jaxfn._torch.graph.targets import JaxCall, draws_random_numbers
 from jaxfn._torch.operations import entry_name, unsupported_reason
-from jaxfn._torch.values.arrays import jax_dtype, torch_dtype
+from jaxfn._torch.values.arrays import jax_dtype, to_jax, to_torch, torch_dtype
 from jaxfn._torch.values.errors import DataDependentError, EscapedTensorError, TranslationError
 from jaxfn._torch.values.flatten import flatten_tensors, unflatten_tensors
 from jaxfn._tree import is_array_leaf
@@ -90,16 +93,10 @@ class ExternalTensors(NamedTuple):
 NO_EXTERNALS = ExternalTensors()
 
 
-class AssumedValue(NamedTuple):
-    """A line of Python code that reads a tensor's concrete value, and the value that it got."""
-
-    line: Line | None
-    value: bool | float
-
-    def __str__(self) -> str:
-        name = self.line and self.line.callable
-        hint = f"; ops={{{name}: jax_function}} would replace the function around it" if name else ""
-        return f"{format_line(self.line)}\n    (assumed to be {self.value}{hint})"
+_DATA_DEPENDENT = (
+    "Python code reads the value of a tensor (in an `if`, a `while`, `int()`, `.item()`, `.tolist()`, `.numpy()`, an "
+    "`assert`), and a traced tensor has none. Use torch.where, or pass the number as a Python number"
+)
 
 
 class Recorder(TorchDispatchMode):
@@ -109,13 +106,15 @@ class Recorder(TorchDispatchMode):
       name: The name of the code in messages.
       replacements: The JAX functions that replace operations, by the operations' names.
       externals: The graph inputs for external tensors.
+      answerer: Answers the reads of values of traced tensors.
 
     Attributes:
+      reads: The answered reads.
+      unanswered: The error of a read without an answer. The code may have caught it.
       reads_external_values: Whether Python code read values of an external tensor.
       is_seeded: Whether the code set torch's random state.
       differentiates_externals: Whether autograd inside the code stored a gradient in an external tensor.
       has_aliased_inputs: Whether inputs represent tensors that share storage.
-      assumed: The reads of concrete values, if tracing is to go on with assumed values.
       follows_grad_mode: Whether the results of operations under `torch.no_grad()` have no derivative.
       untraceable_kernels: Why the Python code of custom operations cannot be traced.
       linked_storages: Pairs of tensors that share storage in torch but not in the graph, with the reason and a hint.
@@ -127,9 +126,18 @@ class Recorder(TorchDispatchMode):
 
     _mode_key = BELOW_FUNCTIONALIZATION  # the slot of FakeTensorMode
 
-    def __init__(self, name: str, replacements: Mapping[str, Callable[..., Any]], externals: ExternalTensors) -> None:
+    def __init__(
+        self,
+        name: str,
+        replacements: Mapping[str, Callable[..., Any]],
+        externals: ExternalTensors,
+        answerer: Answerer = NO_VALUES,
+    ) -> None:
         super().__init__()
         self.name = name
+        self.answerer = answerer
+        self.reads: list[Read] = []
+        self.unanswered: DataDependentError | None = None
         self.externals = externals
         self._replacements = replacements
         self.graph = torch.fx.Graph()
@@ -138,7 +146,6 @@ class Recorder(TorchDispatchMode):
         self.is_seeded = False
         self.differentiates_externals = False
         self.has_aliased_inputs = False
-        self.assumed: list[AssumedValue] | None = None
         self.follows_grad_mode = False
         self.untraceable_kernels: dict[Any, str] = {}
         self.linked_storages: list[tuple[Any, Any, str, str]] = []
@@ -157,6 +164,8 @@ class Recorder(TorchDispatchMode):
         self._strides_sources: dict[torch.fx.Node, str] = {}  # where nodes' strides come from
         self._nested_externals: dict[str | None, ExternalTensors] = {}
         self._inputs: list[torch.fx.Node] = []
+        self._num_draws = 0
+        self._read_constants: list[torch.Tensor] = []  # the answers to `reads`
         self._stops = False
         self._recomputed: int | None = None  # the active `recomputing` block, by number
         self._num_recomputed = 0
@@ -190,10 +199,11 @@ class Recorder(TorchDispatchMode):
             return FakeTensor(self._fake, meta, torch.device("cpu"))
 
     def finish(self, outputs: Iterable[torch.Tensor]) -> torch.fx.GraphModule:
-        """Returns the graph with these outputs, without unused nodes."""
+        """Returns the graph with these outputs and then what was read, without unused nodes."""
         self.linked_storages.clear()
         self.visited_nodes.clear()
-        self.graph.output(tuple(self.node(tensor) for tensor in outputs))
+        self._check_reads_unchanged()
+        self.graph.output((*(self.node(tensor) for tensor in outputs), *(read.node for read in self.reads)))
         for node in reversed(self.graph.nodes):
             if not node.users and node.op not in ("placeholder", "output"):
                 self.graph.erase_node(node)
@@ -202,6 +212,16 @@ class Recorder(TorchDispatchMode):
         for name in used:
             setattr(root, name, self.constants[name])
         return torch.fx.GraphModule(root, self.graph, class_name=self.name)
+
+    def _check_reads_unchanged(self) -> None:
+        """Raises if the code wrote to the NumPy array of a tensor that may be used later, as they share memory."""
+        for read, constant in zip(self.reads, self._read_constants, strict=True):
+            is_copy = read.node.op == "call_function" and not read.node.users and read.node.target is aten.clone.default
+            if not is_copy and not same_bits(np.asarray(to_jax(constant)), read.answer):
+                raise TranslationError(
+                    f"{self.name} writes to the NumPy array of a tensor, which shares its memory. JAX arrays share "
+                    f"none. Copy the array first, `tensor.numpy().copy()`{format_line(read.line)}"
+                )
 
     def is_traced(self, tensor: torch.Tensor) -> bool:
         """Whether a tensor, from below functionalization, depends on the inputs."""
@@ -356,6 +376,8 @@ class Recorder(TorchDispatchMode):
     def _new_node(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None) -> torch.fx.Node:
         node = self.graph.call_function(target, args, kwargs)
         node.meta["recomputed"] = self._recomputed
+        node.meta["num_drawn"] = self._num_draws  # Before this one, also by nodes that will turn out to be unused.
+        self._num_draws += draws_random_numbers(target)
         return node
 
     @contextlib.contextmanager
@@ -434,7 +456,72 @@ class Recorder(TorchDispatchMode):
                 return results
         if func in _STRIDED_OPERATIONS:
             self._check_strides(args[0])
-        return self._record(func, (args, kwargs), self._infer_outputs(func, args, kwargs))
+        try:
+            return self._record(func, (args, kwargs), self._infer_outputs(func, args, kwargs))
+        except (DataDependentOutputException, DynamicOutputShapeException):
+            pass
+        return self._call_with_values(func, args, kwargs)
+
+    @property
+    def knows_values(self) -> bool:
+        """Whether Python code may read the values of traced tensors."""
+        return self.answerer.knows_values
+
+    def read(self, tensor: torch.Tensor, problem: str = _DATA_DEPENDENT) -> torch.Tensor:
+        """Returns a tensor with values, which Python code needs, for a traced one; other tensors unchanged.
+
+        Raises:
+          DataDependentError: The values are unknown; the message begins with `problem`.
+        """
+        if not self.is_traced(tensor):
+            self.reads_external_values |= not self.is_constant(tensor)
+            return tensor
+        node, line = self.node(tensor), running_line()
+        graph = GraphSoFar(self.graph, self._inputs, self.constants, self._replacements)
+        try:
+            answer = self.answerer.answer(graph, node, line)
+            if answer is None:
+                raise DataDependentError(f"{problem}{ops_hint(line)}{format_line(line)}")
+        except DataDependentError as error:
+            self.unanswered = DataDependentError(f"{self.name}: {error}")
+            raise self.unanswered from None
+        with plain_torch():
+            constant = to_torch(answer).to(tensor.dtype)
+        self.reads.append(Read(node, line, answer, self.answerer.source))
+        self._read_constants.append(constant)
+        self.add_local_constant(constant)
+        return constant
+
+    def _call_with_values(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Calls an operation that returns a Python value, or whose result has a shape that depends on values."""
+        problem = _DATA_DEPENDENT
+        if torch.Tag.dynamic_output_shape in func.tags:
+            problem = f"{func}: {unsupported_reason(str(func)) or _DYNAMIC_SHAPE}"
+            problem += f". Or name a JAX function, ops={{torch.ops.{func}: jax_function}}"
+        with self:
+            if func is aten.equal.default:
+                return args[0].shape == args[1].shape and bool(aten.eq.Tensor(*args).all())
+            if func is aten.nonzero.default:
+                size = int(self.read(aten.count_nonzero(args[0]), problem))
+                fake = self.make_fake((size, args[0].dim()), torch.int64)
+                return self.record_call(_NONZERO, (args[0], size), {}, fake)
+            if func is aten.index.Tensor:
+                return aten.index(args[0], self._without_masks(args[1]))
+            if func is aten.repeat_interleave.Tensor:
+                return func(args[0], output_size=int(self.read(args[0].sum(), problem)))
+        args, kwargs = torch_tree.tree_map_only(torch.Tensor, lambda x: self.read(x, problem), (args, kwargs))
+        with plain_torch():
+            value = func(*args, **kwargs)
+        torch_tree.tree_map_only(torch.Tensor, self.add_local_constant, value)
+        return value
+
+    def _without_masks(self, indices: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
+        """Replaces masks among the indices of a tensor by the indices of their true elements."""
+        parts: list[torch.Tensor | None] = []
+        for part in indices:
+            is_mask = part is not None and part.dtype in (torch.bool, torch.uint8)
+            parts += aten.nonzero(part).unbind(1) if is_mask else [part]
+        return parts
 
     def replacement(self, func: Any) -> Callable[..., Any] | None:
         """Returns the JAX function that replaces an operation, if any."""
@@ -496,19 +583,8 @@ class Recorder(TorchDispatchMode):
         try:
             with self._fake:
                 return FAKE_IMPLEMENTATIONS.get(func, func)(*args, **kwargs)
-        except DataDependentOutputException:
-            return self.assume(
-                f"{self.name}: {_DATA_DEPENDENT}", args[0].dtype if func in _SCALAR_READS else torch.bool
-            )
-        except DynamicOutputShapeException:
-            reason = unsupported_reason(str(func)) or (
-                "the shape of its result depends on the values of a tensor, and JAX's shapes are static. Use "
-                "torch.where, or multiply by a mask, instead of selecting elements"
-            )
-            raise TranslationError(
-                f"{self.name}: {func}: {reason}. Or name a JAX function, ops={{torch.ops.{func}: jax_function}}"
-                f"{source_line()}"
-            ) from None
+        except (DataDependentOutputException, DynamicOutputShapeException):
+            raise
         except (RuntimeError, NotImplementedError) as error:
             is_compiled_only = isinstance(error, UnsupportedOperatorException) or any(
                 words in str(error) for words in ("fake impl", "Could not run")
@@ -522,17 +598,6 @@ class Recorder(TorchDispatchMode):
                 f"{self.name} calls {func}, {reason}, and torch cannot infer what shapes it returns. Name a JAX "
                 f"function that replaces it: from_torch(..., ops={{torch.ops.{func}: function}}){source_line()}"
             ) from error
-
-    def assume(self, problem: str, dtype: torch.dtype) -> Any:
-        """Returns an assumed concrete value for a tensor of this dtype, or raises with the message `problem`."""
-        if self.assumed is None:
-            raise DataDependentError(f"{problem}{ops_hint(running_line())}{source_line()}")
-        line = running_line()
-        is_asserted = line is not None and line.text.startswith("assert")
-        value = is_asserted if dtype == torch.bool else 1.0 if dtype.is_floating_point else 1
-        read = AssumedValue(line, value)
-        self.assumed += [] if read in self.assumed else [read]
-        return value
 
     def _decompose(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Decomposes an operation without an entry in the table; returns `NotImplemented` if torch cannot."""
@@ -648,11 +713,17 @@ MUTATES_EXTERNAL = (
     "happen once, during tracing, and not in every call. Return the new value instead. net.apply returns state that a "
     "module registers by `self.register_buffer(name, tensor)`"
 )
-_DATA_DEPENDENT = (
-    "Python code reads the value of a tensor (in an `if`, a `while`, `int()`, `.item()`, `.tolist()`, an `assert`), "
-    "and a traced tensor has none. Use torch.where, or pass the number as a Python number"
+_DYNAMIC_SHAPE = (
+    "the shape of its result depends on the values of a tensor, and JAX's shapes are static. Use torch.where, or "
+    "multiply by a mask, instead of selecting elements"
 )
-_SCALAR_READS = (aten._local_scalar_dense.default, aten.item.default)
+
+
+def _nonzero(x: jax.Array, size: int) -> jax.Array:
+    return jnp.stack(jnp.nonzero(x, size=size), -1)
+
+
+_NONZERO = JaxCall(_nonzero, "nonzero")
 _NO_SPARSE = "sparse tensors have no counterpart on JAX; use `.to_dense()`"
 
 
@@ -690,12 +761,12 @@ _FILL_VALUES: dict[Any, Callable[[Any], Any]] = {
     aten.new_ones.default: lambda args: 1,
     aten.new_full.default: lambda args: args[2],
 }
-_DYNAMIC_SHAPE = (torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output)
+_DYNAMIC_TAGS = (torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output)
 
 
 def _has_dynamic_shape(func: Any) -> bool:
     """Whether the shape of an operation's result depends on values."""
-    return any(tag in func.tags for tag in _DYNAMIC_SHAPE)
+    return any(tag in func.tags for tag in _DYNAMIC_TAGS)
 
 
 def _was_just_seeded(generator: torch.Generator) -> bool:

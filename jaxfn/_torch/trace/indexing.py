@@ -19,7 +19,7 @@ aten = torch.ops.aten
 
 def get_item(state: TraceState, tensor: torch.Tensor, index: Any) -> torch.Tensor:
     """Returns `tensor[index]`."""
-    index = _replace_concrete_masks(state, index)
+    index = _replace_masks(state, index, and_traced=state.recorder.knows_values)
     parts = _expand_index(tensor, index)
     if _is_traced_mask(state, parts):
         return select(tensor, parts[0])
@@ -31,7 +31,7 @@ def get_item(state: TraceState, tensor: torch.Tensor, index: Any) -> torch.Tenso
 
 def set_item(state: TraceState, tensor: torch.Tensor, index: Any, value: Any) -> None:
     """Implements `tensor[index] = value`."""
-    index = _replace_concrete_masks(state, index)
+    index = _replace_masks(state, index)
     parts = _expand_index(tensor, index)
     if isinstance(value, Selection):
         if not _is_traced_mask(state, parts):
@@ -46,12 +46,12 @@ def set_item(state: TraceState, tensor: torch.Tensor, index: Any, value: Any) ->
     torch.ops.aten.index_put_(tensor, _integer_indices(state, parts), gathered)
 
 
-def _replace_concrete_masks(state: TraceState, index: Any) -> Any:
-    """Replaces masks that depend on no input by the indices of their true elements."""
+def _replace_masks(state: TraceState, index: Any, and_traced: bool = False) -> Any:
+    """Replaces masks that depend on no input, or also others, by the indices of their true elements."""
     parts: list[Any] = []
     for part in index if isinstance(index, tuple) else (index,):
         is_mask = isinstance(part, torch.Tensor) and part.dtype in (torch.bool, torch.uint8) and part.dim() > 0
-        parts += part.nonzero(as_tuple=True) if is_mask and not state.is_traced(part) else (part,)
+        parts += part.nonzero(as_tuple=True) if is_mask and (and_traced or not state.is_traced(part)) else (part,)
     return tuple(parts) if isinstance(index, tuple) or len(parts) > 1 else parts[0]
 
 

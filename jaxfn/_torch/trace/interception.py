@@ -30,7 +30,7 @@ from jaxfn._torch._compat import (
     python_kernel,
     without_functions,
 )
-from jaxfn._torch.graph.source_lines import ops_hint, running_line, source_line
+from jaxfn._torch.graph.source_lines import source_line
 from jaxfn._torch.trace import torch_functions
 from jaxfn._torch.trace.autograd_nodes import unwrap_node
 from jaxfn._torch.trace.detach import mark_detached, set_data
@@ -42,7 +42,7 @@ from jaxfn._torch.trace.selection import Selection
 from jaxfn._torch.trace.selection_operations import call_with_selections
 from jaxfn._torch.trace.state import ACTIVE, LEAF, TraceState
 from jaxfn._torch.trace.tensor_hooks import register_hook
-from jaxfn._torch.values.errors import DataDependentError, TranslationError
+from jaxfn._torch.values.errors import TranslationError
 
 _Handler = Callable[["TorchFunctionInterceptor", Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
 _HANDLERS: dict[Any, _Handler] = {}
@@ -167,38 +167,30 @@ def _type(mode: TorchFunctionInterceptor, func: Any, args: Any, kwargs: Any) -> 
 # ---------------------------------------------------------------------------------------------------------- values
 
 
-@_handles(torch.Tensor.numpy, torch.Tensor.__array__, torch.Tensor.tolist)
+@_handles(torch.Tensor.numpy, torch.Tensor.__array__, torch.Tensor.tolist, torch.Tensor.__format__)
 def _get_values(mode: TorchFunctionInterceptor, func: Any, args: Any, kwargs: Any) -> Any:
-    tensor = mode.state.lower(args[0])
-    if mode.state.recorder.is_traced(tensor) and mode.state.recorder.assumed is not None:
-        value = mode.state.recorder.assume("", tensor.dtype)
-        with plain_torch():
-            return func(torch.full(tuple(tensor.shape), value, dtype=tensor.dtype), *args[1:], **kwargs)
-    tensor = _require_concrete(mode, args[0], f"`.{func.__name__}()`", "Write that part in torch operations")
+    with without_functions():
+        tensor = mode.state.recorder.read(mode.state.lower(args[0]))
     with plain_torch():
         return func(tensor.detach(), *args[1:], **kwargs)
 
 
-def _require_concrete(mode: TorchFunctionInterceptor, tensor: torch.Tensor, reader: str, hint: str) -> torch.Tensor:
-    """Returns a tensor's concrete value. Raises if it is traced."""
-    tensor = mode.state.lower(tensor)
-    if mode.state.recorder.is_traced(tensor):
-        raise DataDependentError(
-            f"{mode.state.name}: {reader} reads the values of a tensor, and a traced tensor has none. "
-            f"{hint}{ops_hint(running_line())}{source_line()}"
-        )
-    return tensor
-
-
 @_handles(torch.tensor_split, torch.Tensor.tensor_split)
 def _tensor_split(mode: TorchFunctionInterceptor, func: Any, args: Any, kwargs: Any) -> Any:
-    """Raises for split indices in a tensor, which torch would read from memory."""
-    if any(isinstance(x, torch.Tensor) for x in (*args[1:], *(kwargs[name] for name in kwargs if name != "input"))):
-        raise TranslationError(
-            f"{mode.state.name}: tensor_split at indices in a tensor has no translation to JAX. Pass Python numbers, "
-            f"or name a JAX function by ops={{torch.tensor_split: jax_function}}{source_line()}"
-        )
-    return func(*args, **kwargs)
+    """Reads split indices in a tensor, which torch would read from memory."""
+    problem = (
+        "tensor_split at indices in a tensor has no translation to JAX. Pass Python numbers, or name a JAX function by "
+        "ops={torch.tensor_split: jax_function}"
+    )
+
+    def to_numbers(value: Any) -> Any:
+        if not isinstance(value, torch.Tensor):
+            return value
+        with without_functions():
+            return mode.state.recorder.read(mode.state.lower(value), problem).tolist()
+
+    kwargs = {name: value if name == "input" else to_numbers(value) for name, value in kwargs.items()}
+    return func(*args[:1], *map(to_numbers, args[1:]), **kwargs)
 
 
 @_handles(torch.tensor, torch.as_tensor, torch.asarray)

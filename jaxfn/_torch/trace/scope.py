@@ -65,6 +65,8 @@ def trace_scope(state: TraceState) -> Generator[None]:
         try:
             yield
         except Exception as error:
+            if state.recorder.unanswered is not None:
+                raise state.recorder.unanswered from None  # The code may have caught it, and raised this one.
             operand_error = _operand_error(state, error)
             explained = operand_error or _explain_torch_error(state.name, error)
             if explained is None:
@@ -74,11 +76,24 @@ def trace_scope(state: TraceState) -> Generator[None]:
             ACTIVE.state = before
             state.recorder.restore_gradients()
             torch.clear_autocast_cache()  # It may contain tensors of the trace.
+    if state.recorder.unanswered is not None:  # The code caught it.
+        raise state.recorder.unanswered
     if _random_states() != states:
         raise TranslationError(
             f"{state.name} draws random numbers from Python or NumPy. They would be drawn only once, during tracing. "
             "Draw with torch, and pass a key to apply."
         )
+
+
+@contextlib.contextmanager
+def outside_trace() -> Generator[None]:
+    """Inside, torch and jaxfn run as if this thread were not tracing; another trace may begin."""
+    before, ACTIVE.state = ACTIVE.state, None
+    try:
+        with without_modes():
+            yield
+    finally:
+        ACTIVE.state = before
 
 
 # The error that is raised contains this text.
@@ -167,6 +182,7 @@ class _Functionalization(FunctionalTensorMode):
             except Exception as error:  # Any exception: it may be code for NumPy, or for a GPU.
                 reason = f"whose code cannot be traced ({type(error).__name__}: {str(error).partition(chr(10))[0]})"
                 self._recorder.untraceable_kernels[func] = reason
+                self._recorder.unanswered = None
         with without_functions():
             call = functools.partial(super().__torch_dispatch__, func, types, args, kwargs or {})
             value = detach.run_operation(self._recorder, self, func, args, kwargs or {}, call)

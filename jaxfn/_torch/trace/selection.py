@@ -15,7 +15,7 @@ import torch
 
 from jaxfn._torch._compat import make_wrapper
 from jaxfn._torch.graph.source_lines import ops_hint, running_line, source_line
-from jaxfn._torch.values.errors import TranslationError
+from jaxfn._torch.values.errors import DataDependentError
 
 
 class Selection(torch.Tensor):
@@ -38,7 +38,7 @@ class Selection(torch.Tensor):
 
 def raise_unsupported(what: str) -> NoReturn:
     """Raises for an operation on a selection that has no translation."""
-    raise TranslationError(
+    raise DataDependentError(
         f"{what} of elements selected by a mask, x[mask]: their number depends on values, and JAX's shapes are static. "
         "Only elementwise functions and assignment to that mask are supported. Use torch.where for the rest, as "
         f"in torch.where(mask, x, 0).sum(){ops_hint(running_line())}{source_line()}"

@@ -17,6 +17,7 @@ from jaxfn._torch._compat import (
     plain_torch,
     without_functions,
 )
+from jaxfn._torch.graph.reads import NO_VALUES, Answerer
 from jaxfn._torch.graph.recorder import NO_EXTERNALS, ExternalTensors, Recorder
 from jaxfn._torch.graph.targets import key_by_name, operation_name
 from jaxfn._torch.trace.detach import DETACHED, stop_detached
@@ -99,6 +100,7 @@ class TraceState:
       config: How the code is traced.
       is_differentiated: Whether the results may be differentiated again, as those of `backward`.
       is_compiling: What `torch.compiler.is_compiling()` returns to the code.
+      answerer: Answers the reads of values of traced tensors.
 
     Attributes:
       reads_needs_input_grad: Whether the code read which inputs need a gradient.
@@ -127,11 +129,12 @@ class TraceState:
         *,
         is_differentiated: bool = False,
         is_compiling: bool = True,
+        answerer: Answerer = NO_VALUES,
     ) -> None:
         self.name = name
         self.config = config
         self.is_differentiated = is_differentiated
-        self.recorder = Recorder(name, config.replacements.operations, config.externals)
+        self.recorder = Recorder(name, config.replacements.operations, config.externals, answerer)
         self.reads_needs_input_grad = False
         self.reads_is_compiling = False
         self.reads_requires_grad = False

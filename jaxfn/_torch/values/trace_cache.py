@@ -95,7 +95,7 @@ def _key(value: Any) -> Hashable:
 
 
 class LRUCache(Generic[_T]):
-    """A thread-safe cache of the most recently used values."""
+    """A thread-safe cache of the values of the most recently used keys, several of each."""
 
     def __init__(self, size: int) -> None:
         self._size = size
@@ -104,15 +104,24 @@ class LRUCache(Generic[_T]):
 
     def get(self, key: Hashable, fits: Callable[[_T], bool]) -> _T | None:
         """Returns a cached value for a key that fits, if there is one."""
+        return next(filter(fits, self.values(key)), None)
+
+    def values(self, key: Hashable) -> list[_T]:
+        """Returns the cached values for a key."""
         with self._lock:
             if key not in self._values:
-                return None
+                return []
             self._values.move_to_end(key)
-            return next((value for value in self._values[key] if fits(value)), None)
+            return [*self._values[key]]
 
     def put(self, key: Hashable, value: _T) -> None:
-        """Adds a value."""
+        """Adds a value, as the last for its key."""
         with self._lock:
             self._values.setdefault(key, []).append(value)
             while len(self._values) > self._size:
                 self._values.popitem(last=False)
+
+    def move_to_front(self, key: Hashable, value: _T) -> None:
+        """Makes a value the first for its key."""
+        with self._lock:
+            self._values.get(key, []).sort(key=lambda other: other is not value)

@@ -1,0 +1,207 @@
+"""Reads of the values of traced tensors by Python code, and who answers them.
+
+A *read* is a traced tensor whose values Python code needs, as in `if x.any()`, `x.item()` or `x.numpy()`. The trace's
+answerer returns them:
+
+    CallValues      the arrays of a call outside `jax.jit`. The trace is valid for calls that read the same values.
+    NoValues        nothing: the read raises
+    AssumedValues   placeholders, to list the reads of code that cannot run
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from types import SimpleNamespace
+from typing import Any, NamedTuple, Protocol
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import torch
+from jax import lax
+from torch.fx import Graph, Node
+
+from jaxfn._compat import elements_under_vmaps, is_concrete, manual_axes_here, staging_traces
+from jaxfn._torch.graph.int64 import LARGEST, saturate_to_int32
+from jaxfn._torch.graph.interpreter import TranslatedGraph, unsupported_message
+from jaxfn._torch.graph.source_lines import Line, format_line
+from jaxfn._torch.values.arrays import jax_dtype
+from jaxfn._torch.values.errors import DataDependentError, TranslationError
+
+
+class Read(NamedTuple):
+    """A traced tensor whose values Python code read, the line that did, the answer, and its source."""
+
+    node: Node
+    line: Line | None
+    answer: np.ndarray[Any, Any]
+    source: str
+
+    def __str__(self) -> str:
+        name = self.line and self.line.callable
+        hint = f"; ops={{{name}: jax_function}} would replace the function around it" if name else ""
+        answer = self.answer.item() if self.answer.size == 1 else f"an array of shape {self.answer.shape}"
+        return f"{format_line(self.line)}\n    ({self.source}: {answer}{hint})"
+
+
+class GraphSoFar(NamedTuple):
+    """A graph that is being recorded, with its inputs, constants and replaced operations."""
+
+    graph: Graph
+    inputs: Sequence[Node]
+    constants: Mapping[str, torch.Tensor]
+    replacements: Mapping[str, Any]
+
+
+class Answerer(Protocol):
+    """Answers the reads of a trace.
+
+    Attributes:
+      source: Whose answers they are.
+      knows_values: Whether all reads have true answers.
+    """
+
+    source: str
+    knows_values: bool
+
+    def answer(self, graph: GraphSoFar, node: Node, line: Line | None) -> np.ndarray[Any, Any] | None:
+        """Returns the values of a node in the dtype that JAX has for it; `None` if they are unknown."""
+        ...
+
+
+class NoValues:
+    """Answers no read."""
+
+    source = "unknown"
+    knows_values = False
+
+    def answer(self, graph: GraphSoFar, node: Node, line: Line | None) -> None:
+        return None
+
+
+NO_VALUES = NoValues()
+
+
+class AssumedValues:
+    """Answers with ones; with False to a condition, unless it is asserted. `reads` lists them without duplicates."""
+
+    source = "assumed to be"
+    knows_values = False
+
+    def __init__(self) -> None:
+        self.reads: list[Read] = []
+
+    def answer(self, graph: GraphSoFar, node: Node, line: Line | None) -> np.ndarray[Any, Any]:
+        tensor = node.meta["val"]
+        is_false = tensor.dtype is torch.bool and not (line and line.text.startswith("assert"))
+        answer = np.full(tuple(tensor.shape), not is_false).astype(jax_dtype(tensor.dtype))
+        if (line, str(answer)) not in [(read.line, str(read.answer)) for read in self.reads]:
+            self.reads.append(Read(node, line, answer, self.source))
+        return answer
+
+
+class CallValues:
+    """Answers with the values of a call's arrays. Each node is evaluated once, when it is first needed.
+
+    Args:
+      inputs: The arrays of the graph's inputs. Under `jax.vmap` all elements of a batch must give one answer.
+      key: The random key.
+      known: What the trace's first reads gave in a compiled program, whose rounding may differ.
+      outside_trace: A context in which the thread is not tracing.
+
+    Attributes:
+      values: The values of the evaluated nodes.
+    """
+
+    source = "this call"
+    knows_values = True
+
+    def __init__(
+        self,
+        inputs: Sequence[Any],
+        key: Any,
+        known: Sequence[np.ndarray[Any, Any]],
+        outside_trace: Callable[[], AbstractContextManager[None]],
+    ) -> None:
+        self.values: dict[Node, Any] = {}
+        self._inputs = inputs
+        self._key = key
+        self._known = [*known]
+        self._outside_trace = outside_trace
+
+    def answer(self, graph: GraphSoFar, node: Node, line: Line | None) -> np.ndarray[Any, Any]:
+        if node not in self.values:
+            with self._outside_trace():
+                self._evaluate(graph, node)
+        elements = elements_under_vmaps(saturate_to_int32(self.values[node]))
+        answer = one_answer(elements, line)
+        if node.meta["val"].dtype == torch.int64 and answer.dtype == np.int32 and (abs(answer) >= LARGEST).any():
+            raise TranslationError(
+                "Python code reads an integer that needs 64 bits. Without jax.config.update('jax_enable_x64', True) "
+                f"JAX's integers have 32{format_line(line)}"
+            )
+        known = self._known.pop(0) if self._known else answer
+        if known.shape == answer.shape and known.dtype == answer.dtype and jnp.issubdtype(answer.dtype, jnp.inexact):
+            return known
+        self._known *= same_bits(known, answer)  # What follows was read after another answer.
+        return answer
+
+    def _evaluate(self, graph: GraphSoFar, node: Node) -> None:
+        """Adds the values of a node and of all that it is computed from."""
+        pending, needed = [node], set[Node]()
+        while pending:
+            operand = pending.pop()
+            if operand not in self.values and operand not in needed:
+                needed.add(operand)
+                pending += operand.all_input_nodes
+        nodes = [x for x in graph.graph.nodes if x in needed]
+        part: Any = SimpleNamespace(graph=SimpleNamespace(nodes=nodes), **graph.constants)
+        translation = TranslatedGraph(part, graph.replacements)
+        if translation.unsupported:
+            raise TranslationError(unsupported_message(translation.unsupported))
+        inputs = [self._inputs[graph.inputs.index(x)] for x in nodes if x.op == "placeholder"]
+        self.values |= translation.evaluate(self.values, inputs, self._key)
+
+
+def are_concrete(arrays: Iterable[Any]) -> bool:
+    """Whether arrays have values here, perhaps under derivatives and `jax.vmap`."""
+    return not (staging_traces() or manual_axes_here()) and all(map(is_concrete, arrays))
+
+
+def to_bytes(arrays: Sequence[jax.Array]) -> jax.Array:
+    """Returns the bytes of arrays as one vector."""
+    parts = [jnp.stack([x.real, x.imag], -1) if jnp.iscomplexobj(x) else x for x in arrays]
+    parts = [x.astype(np.uint8) if x.dtype == np.bool_ else x for x in parts]
+    return jnp.concatenate([np.zeros(0, np.uint8), *(lax.bitcast_convert_type(x, np.uint8).ravel() for x in parts)])
+
+
+def first_answers(values: jax.Array, reads: Sequence[Read]) -> list[np.ndarray[Any, Any]]:
+    """Returns what the reads gave in a call, from their bytes, up to the first that differs from the trace's answer.
+
+    What was read after that belongs to another course of the code.
+    """
+    elements, begin = elements_under_vmaps(values), 0
+    found: list[np.ndarray[Any, Any]] = []
+    for read in reads:
+        part = elements[:, begin : begin + read.answer.nbytes]
+        begin += read.answer.nbytes
+        found.append(one_answer(part, read.line).view(read.answer.dtype).reshape(read.answer.shape))
+        if not same_bits(found[-1], read.answer):
+            break
+    return found
+
+
+def one_answer(elements: np.ndarray[Any, Any], line: Line | None) -> np.ndarray[Any, Any]:
+    """Returns what all elements of a batch give. Raises if they differ."""
+    if len(elements) and all(same_bits(element, elements[0]) for element in elements[1:]):
+        return elements[0]
+    raise DataDependentError(
+        "under jax.vmap, Python code reads a value that is not the same for all elements of the batch. Call it for one "
+        f"element at a time, in a Python loop{format_line(line)}"
+    )
+
+
+def same_bits(a: np.ndarray[Any, Any], b: np.ndarray[Any, Any]) -> bool:
+    """Whether arrays have one shape and dtype, and equal bits."""
+    return a.shape == b.shape and a.dtype == b.dtype and a.tobytes() == b.tobytes()

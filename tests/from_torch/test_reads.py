@@ -1,0 +1,515 @@
+"""Functions whose Python code reads the values of tensors, in eager calls: compared with torch."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jaxfn
+from tests.support.marks import cells, row
+
+torch = pytest.importorskip("torch")
+
+CASES: dict[str, Any] = {}
+
+
+def case(function: Any) -> Any:
+    CASES[function.__name__] = function
+    return function
+
+
+def simple(forward: Any, backward: Any) -> Any:
+    """A Function of one tensor, whose backward gets that tensor."""
+
+    class Reads(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            ctx.save_for_backward(x)
+            return forward(x)
+
+        @staticmethod
+        def backward(ctx, grad_output):
+            return backward(ctx.saved_tensors[0], grad_output)
+
+    Reads.backward_of_reads = backward
+    return Reads
+
+
+def read_case(backward: Any = lambda x, g: g * x.cos() * x.abs().max().item()) -> Any:
+    """Adds a Function with this forward; a wrong backward, so that only the rule gives its gradients."""
+
+    def add(forward: Any) -> Any:
+        CASES[forward.__name__] = simple(forward, backward)
+        return forward
+
+    return add
+
+
+# --- An `if`, both of whose results have one shape.
+
+
+@read_case()
+def if_sum(x):
+    if x.sum() > 0:
+        return x * x
+    return -(x**3)
+
+
+@read_case()
+def if_expression(x):
+    return x.sin() if (x > 0.5).all() else x.exp()
+
+
+@read_case()
+def if_any_nan_is_zeroed(x):
+    if torch.isnan(1 / (x - x.round())).any() or not x.max() > 1:
+        x = x + 1
+    return x * 3
+
+
+@read_case()
+def elif_and_not(x):
+    if x.min() > 0:
+        y = x.sqrt()
+    elif not bool((x < 0).all()) and x[0] > x[1]:
+        y = x * x[0]
+    else:
+        y = x.square() * 2
+    return y
+
+
+@read_case(lambda x, g: g * x if (g * x).sum() > 0 else g * 5 * x.sin())
+def if_in_backward(x):
+    return x * 2
+
+
+@read_case(lambda x, g: g * x if torch.equal(x, x.abs()) else g * x**2)
+def equal_in_backward(x):
+    return x * 2 if torch.allclose(x, x.abs(), atol=0.3) else x * 7
+
+
+@case
+class MasksGradient(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        largest = x.abs().max()
+        ctx.clipped = bool(largest > 1)
+        ctx.save_for_backward(x)
+        return x / largest.item() if ctx.clipped else x * 1
+
+    @staticmethod
+    def backward(ctx, g):
+        (x,) = ctx.saved_tensors
+        return g * x.cosh() * 3 if ctx.clipped else g * x.cos()
+
+
+@read_case()
+def match_on_an_integer(x):
+    match int((x > 0).sum()):
+        case 0:
+            return x * 2
+        case 1 | 2:
+            return x.sin()
+        case n:
+            return x * n
+
+
+# --- Loops until converged.
+
+
+@read_case()
+def halve_until_small(x):
+    while (x.abs() > 1).any():
+        x = x / 2
+    return x * x
+
+
+@read_case()
+def newton_square_root(x):
+    y = torch.ones_like(x)
+    for _ in range(30):
+        new = 0.5 * (y + x.abs() / y)
+        if (new - y).abs().max() < 1e-3:
+            break
+        y = new
+    return y
+
+
+@case
+class ImplicitFixedPoint(torch.autograd.Function):
+    """Iterates in forward, and solves another fixed point in backward."""
+
+    @staticmethod
+    def forward(ctx, x):
+        z = torch.zeros_like(x)
+        ctx.steps = 0
+        while True:
+            new = torch.tanh(0.4 * z + x)
+            ctx.steps += 1
+            if float((new - z).norm()) < 1e-3 or ctx.steps == 20:
+                break
+            z = new
+        ctx.save_for_backward(new)
+        return new
+
+    @staticmethod
+    def backward(ctx, g):
+        (z,) = ctx.saved_tensors
+        slope, u = 1 - z * z, g
+        while True:
+            new = g + 0.4 * slope * u
+            if (new - u).abs().max().item() < 1e-3:
+                return new * slope
+            u = new
+
+
+@read_case()
+def line_search(x):
+    step, value = 1.0, (x * x).sum()
+    while ((x - step * 2 * x) ** 2).sum() >= value * 0.9:
+        step /= 2
+    return x - step * 2 * x
+
+
+@read_case()
+def collatz_counts(x):
+    n, count = int(x.abs().sum() * 3), 0
+    while n > 1:
+        n, count = (n // 2 if n % 2 == 0 else 3 * n + 1), count + 1
+    return x * count
+
+
+# --- Checks.
+
+
+@read_case()
+def asserted(x):
+    assert (x < 100).all() and not x.isnan().any(), "too large"
+    return x * x
+
+
+@read_case()
+def raises_or_not(x):
+    if not torch.isfinite(x).all():
+        raise ValueError("not finite")
+    return x.sin()
+
+
+@read_case()
+def retried(x):
+    for scale in (1.0, 2.0, 4.0):
+        try:
+            if (x.abs() > scale).any():
+                raise ValueError("overflow")
+            return x / scale
+        except ValueError:
+            pass
+    return x.clamp(-4, 4)
+
+
+# --- NumPy and SciPy.
+
+
+@read_case()
+def through_numpy(x):
+    return torch.from_numpy(np.sort(x.detach().numpy())[::-1].copy()) * x
+
+
+@read_case(lambda x, g: g * torch.from_numpy(np.cos(np.asarray(x.detach()))))
+def numpy_in_backward(x):
+    return torch.tensor(np.sin(x.detach().cpu().numpy()), dtype=x.dtype)
+
+
+@read_case()
+def numpy_written(x):
+    values = x.clone().numpy()
+    values[values < 0] = 0
+    return torch.from_numpy(values) + x
+
+
+@read_case()
+def ranked_by_a_list(x):
+    order = sorted(range(len(x)), key=lambda i: x.tolist()[i])
+    return x[order] * torch.arange(len(x))
+
+
+# --- Shapes that depend on values.
+
+
+@read_case(lambda x, g: torch.where(x > 0, g * x[x > 0].mean(), g))
+def mean_of_selected(x):
+    return x * x[x > -10].mean()
+
+
+@read_case()
+def written_to_nonzero(x):
+    y = torch.zeros_like(x)
+    (where,) = torch.nonzero(x > 0, as_tuple=True)
+    y[where] = x[where] ** 2 * torch.arange(1.0, len(where) + 1)
+    return y
+
+
+@read_case()
+def selected_and_padded(x):
+    kept = x[x.abs() > 0.4]
+    return torch.cat([kept.cumsum(0), x.new_zeros(len(x) - len(kept))]) + x
+
+
+@read_case()
+def unique_counts(x):
+    _, inverse, counts = x.round().unique(return_inverse=True, return_counts=True)
+    return x / counts[inverse]
+
+
+@read_case()
+def repeated(x):
+    counts = (x > 0).long() + 1
+    return torch.repeat_interleave(x, counts)[: len(x)] * len(x.repeat_interleave(counts))
+
+
+@read_case()
+def histogram(x):
+    bins = torch.bincount((x.abs() * 2).long())
+    return x * bins[(x.abs() * 2).long()]
+
+
+@read_case()
+def masked_select_of_rows(x):
+    rows = torch.stack([x, x.flip(0)])
+    return rows.masked_select(rows > 0).sum() * x + rows[rows.sum(1) > 0].sum(0)
+
+
+@read_case()
+def split_at(x):
+    first, second = torch.tensor_split(x, (x > 0).sum()[None])
+    return torch.cat([first * 2, second * 3])
+
+
+@read_case()
+def sliced_by_an_argmax(x):
+    n = x.argmax().item() + 1
+    return torch.cat([x[:n].exp(), x[n:]])
+
+
+# --- `.item()` in arithmetic.
+
+
+@read_case()
+def scaled_by_item(x):
+    return x * x.max().item() + (x.sum() / 3).item()
+
+
+@read_case()
+def clamped_to_item(x):
+    return x.clamp(max=x.mean().item(), min=float(x.min()) / 2)
+
+
+INPUTS = [[1.5, 2.25, 0.75, 3.0], [-1.5, -2.25, -0.75, -3.0], [0.6, -0.3, 1.7, -2.2], [0.25, 0.5, 0.125, 0.75]]
+
+
+def in_torch(function: Any, x: Any) -> list[Any]:
+    tensor = torch.tensor(np.asarray(x), requires_grad=True)
+    output = function.apply(tensor)
+    weights = torch.arange(1.0, len(x) + 1)
+    (gradient,) = torch.autograd.grad((output * weights).sum() + output.pow(2).sum(), tensor, create_graph=True)
+    second = torch.zeros_like(tensor)
+    if gradient.requires_grad:
+        (second,) = torch.autograd.grad((gradient * weights).sum(), tensor)
+    return [value.detach().numpy() for value in (output, gradient, second)]
+
+
+def in_jax(function: Any, x: Any) -> list[Any]:
+    weights = jnp.arange(1.0, len(x) + 1)
+
+    def loss(x: Any) -> Any:
+        output = function.apply(x)
+        return (output * weights).sum() + (output**2).sum()
+
+    second = jax.grad(lambda x: (jax.grad(loss)(x) * weights).sum())
+    return [function.apply(x), jax.grad(loss)(x), second(x)]
+
+
+QUICK = """
+    if_sum if_in_backward MasksGradient newton_square_root ImplicitFixedPoint retried numpy_in_backward numpy_written
+    mean_of_selected written_to_nonzero repeated scaled_by_item
+"""
+
+
+@row("H20")
+@cells("name", QUICK.split(), CASES)
+def test_eager_calls_take_the_course_that_torch_takes(name: str):
+    """Compares `forward`, `backward` and the second derivative; the inputs take different courses by turns."""
+    theirs, ours = CASES[name], jaxfn.from_torch(CASES[name])
+    for values in [*INPUTS, INPUTS[0], INPUTS[2]]:
+        x = np.array(values, np.float32)
+        for expected, got in zip(in_torch(theirs, x), in_jax(ours, jnp.asarray(x)), strict=True):
+            np.testing.assert_allclose(got, expected, rtol=2e-4, atol=1e-5)
+
+
+def counting(function: Any) -> tuple[Any, list[str]]:
+    """Returns the Function with methods that note each run in a list."""
+    runs: list[str] = []
+
+    class Counts(function):
+        @staticmethod
+        def forward(ctx: Any, x: Any) -> Any:
+            runs.append("forward")
+            return function.forward(ctx, x)
+
+        @staticmethod
+        def backward(ctx: Any, *gradients: Any) -> Any:
+            runs.append("backward")
+            return function.backward(ctx, *gradients)
+
+    return jaxfn.from_torch(Counts), runs
+
+
+@row("H20")
+def test_each_course_is_traced_once():
+    """The first trace has no values, and fails. Then there are two courses in forward, and two in backward."""
+    F, runs = counting(simple(if_sum, CASES["if_in_backward"].backward_of_reads))
+    for values in [*INPUTS * 2, [-1.0, 2.0, 3.0, -7.0]]:
+        x = np.array(values, np.float32)
+        np.testing.assert_allclose(F.apply(x), if_sum(torch.tensor(x)), rtol=1e-6)
+        jax.grad(lambda x: F.apply(x).sum())(jnp.asarray(x))
+        jax.vmap(F.apply)(jnp.stack([x, x * 2]))
+    assert runs.count("forward") == 3
+    assert runs.count("backward") <= 2 * 3
+
+
+@row("H20")
+def test_beyond_32_courses_calls_are_right_and_warn_once():
+    F, runs = counting(simple(lambda x: x * x.tolist()[0] if x.sum() > 0 else x, lambda x, g: g))
+    with pytest.warns(UserWarning, match="Counts.forward reads values .* more than 32 different") as caught:
+        for i in range(1, 38):
+            x = np.array([i, 2 * i, 3], np.float32)
+            np.testing.assert_array_equal(F.apply(x), i * x)
+    assert len(caught) == 1
+    before = len(runs)
+    np.testing.assert_array_equal(F.apply(np.array([2, 4, 3], np.float32)), [4, 8, 6])  # This one is cached.
+    assert len(runs) == before
+
+
+@row("H20")
+def test_the_elements_of_a_batch_must_agree():
+    F = jaxfn.from_torch(CASES["if_in_backward"])
+    batch = jnp.array([[1.0, 2], [0.5, 3], [2, 2]])
+    mapped = jax.vmap(jax.grad(lambda x, w: (F.apply(x) * w).sum()), (0, None))(batch, jnp.array([1.0, 2]))
+    for x, gradient in zip(batch, mapped, strict=True):
+        tensor = torch.tensor(np.asarray(x), requires_grad=True)
+        (CASES["if_in_backward"].apply(tensor) * torch.tensor([1.0, 2])).sum().backward()
+        np.testing.assert_allclose(gradient, tensor.grad, rtol=1e-6)
+    within = jax.grad(lambda x: jax.vmap(lambda x: F.apply(x).sum())(x).sum())(batch)
+    np.testing.assert_allclose(within, np.stack([jax.grad(lambda x: F.apply(x).sum())(x) for x in batch]), rtol=1e-6)
+    mixed = batch - jnp.array([[0.0], [9], [0]])
+    for function in (jaxfn.from_torch(CASES["if_sum"]).apply, jax.grad(lambda x: F.apply(x).sum())):
+        with pytest.raises(jaxfn.TranslationError, match="not the same for all elements(?s:.*)if "):
+            jax.vmap(function)(mixed)
+
+
+@row("H20")
+def test_errors_of_the_code_are_raised_and_not_remembered():
+    F = jaxfn.from_torch(CASES["asserted"])
+    for _ in range(2):
+        with pytest.raises(AssertionError, match="too large"):
+            F.apply(jnp.full(3, 200.0))
+        np.testing.assert_array_equal(F.apply(jnp.full(3, 2.0)), np.full(3, 4.0))
+
+
+@row("H20")
+@pytest.mark.parametrize("transform", [jax.jit, lambda f: lambda x: jax.lax.map(f, x[None])[0]], ids=["jit", "map"])
+def test_a_read_without_an_answer_raises_if_the_code_catches_its_error(transform: Any):
+    def guess(x: Any) -> Any:
+        try:
+            return x * 2 if x.sum() > 0 else x * 3
+        except Exception:
+            return x
+
+    F = jaxfn.from_torch(simple(guess, lambda x, g: g))
+    np.testing.assert_array_equal(F.apply(-jnp.ones(2)), np.full(2, -3.0))
+    with pytest.raises(jaxfn.TranslationError, match=r"x.sum\(\) > 0"):
+        transform(F.apply)(jnp.ones(2))
+
+
+@row("H20")
+def test_an_array_that_shares_its_memory_is_not_written_to():
+    def clip(x: Any) -> Any:
+        x.numpy()[0] = 7
+        return x * 2
+
+    with pytest.raises(jaxfn.TranslationError, match=r"writes to the NumPy array(?s:.*)x.numpy\(\)\[0\] = 7"):
+        jaxfn.from_torch(simple(clip, lambda x, g: g)).apply(jnp.ones(3))
+
+
+@row("H20")
+def test_drawn_numbers_are_read():
+    """The draw that is not used does not change what is drawn after it."""
+
+    def draws(x: Any) -> Any:
+        torch.rand(5)
+        noise = torch.rand_like(x)
+        return x * noise if noise.sum() > len(x) / 2 else x + noise
+
+    F, signs = jaxfn.from_torch(simple(draws, lambda x, g: g)), set()
+    for i in range(6):
+        key = jax.random.key(i)
+        y = F.apply(jnp.full(3, 10.0), key=key)
+        noise = y / 10 if y.max() < 10 else y - 10
+        assert (noise.sum() > 1.5) == (y.max() < 10) and (noise >= 0).all() and (noise < 1).all()
+        np.testing.assert_array_equal(y, F.apply(jnp.full(3, 10.0), key=key))
+        signs.add(bool(y.max() < 10))
+    assert len(signs) == 2
+
+
+@row("H20")
+def test_integers_that_need_64_bits_are_not_read_wrong():
+    with pytest.raises(jaxfn.TranslationError, match="64 bits"):
+        jaxfn.from_torch(simple(lambda x: x * ((x.long() * 2**40).sum().item() % 7), lambda x, g: g)).apply(jnp.ones(3))
+
+
+@row("H20")
+def test_replaced_operations_and_integers_among_the_inputs():
+    class Gathers(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Any, index: Any) -> Any:
+            ctx.count = int(index.max()) + 1
+            ctx.save_for_backward(index)
+            return torch.sinc(x)[index] if torch.sinc(x).sum() > 1 else x[index]
+
+        @staticmethod
+        def backward(ctx: Any, g: Any) -> Any:
+            (index,) = ctx.saved_tensors
+            return torch.zeros(4).index_add(0, index, g) / ctx.count, None
+
+    F = jaxfn.from_torch(Gathers, ops={"aten.sinc": lambda x: x + 1})
+    x, index = jnp.arange(4.0), jnp.array([0, 2, 2])
+    np.testing.assert_array_equal(F.apply(x, index), [1, 3, 3])
+    np.testing.assert_array_equal(F.apply(x - 5, index), [-5, -3, -3])
+    np.testing.assert_allclose(jax.grad(lambda x: F.apply(x, index).sum())(x), [1 / 3, 0, 2 / 3, 0])
+
+
+@row("H20")
+def test_bfloat16_and_double_precision():
+    for dtype in ("bfloat16", "float64"):
+        with jax.enable_x64(dtype == "float64"):
+            x = jnp.array(INPUTS[2], dtype)
+            tensor = torch.tensor(INPUTS[2], dtype=getattr(torch, dtype))
+            for name in ("scaled_by_item", "halve_until_small", "numpy_written"):
+                if name != "numpy_written" or dtype != "bfloat16":  # which NumPy does not have
+                    expected = CASES[name].apply(tensor)
+                    got = jaxfn.from_torch(CASES[name]).apply(x)
+                    assert str(got.dtype) == dtype
+                    np.testing.assert_allclose(got.astype(float), expected.double(), rtol=1e-2)
+
+
+@row("H20", "I7")
+def test_python_functions_and_nested_functions_do_not_read():
+    inner = CASES["if_sum"]
+    outer = simple(lambda x: inner.apply(x) + 1, lambda x, g: g)
+    for function in (jaxfn.from_torch(if_sum), jaxfn.from_torch(outer).apply):
+        with pytest.raises(jaxfn.TranslationError, match=r"if x.sum\(\) > 0"):
+            function(jnp.ones(3))
