@@ -70,11 +70,12 @@ class LayerSearch:
         first = next((i for i in sorted(deviating, reverse=True) if not self._contains_any(i, deviating)), -1)
         if first < 0 or deviating[first] == _OF_INPUT:
             stopped = [i for i in range(len(self._calls)) if self._is_stopped(i, gradients)]
-            innermost = [self._calls[i] for i in stopped if not self._contains_any(i, stopped)]
-            if innermost:
-                gradient = innermost[-1].output_gradients[0]
+            innermost = [self._calls[i] for i in reversed(stopped) if not self._contains_any(i, stopped)]
+            if innermost:  # A value that the port uses elsewhere may be stopped there as part of an operation.
+                last = max(innermost, key=self._is_only_stopped)
+                gradient = last.output_gradients[0]
                 zero = None if gradient is None else np.zeros_like(gradient)
-                return describe(innermost[-1], "gradient of its output", "", "stop_gradient stops it", gradient, zero)
+                return describe(last, "gradient of its output", "", "stop_gradient stops it", gradient, zero)
         return self._gradient_deviation(first, deviating[first], gradients) if first >= 0 else None
 
     def _all_found(self, arrays: Sequence[Array | None]) -> bool | None:
@@ -174,12 +175,16 @@ class LayerSearch:
         expected = next((g for g in call.input_gradients if g is not None), None)
         return describe(call, what, "", reason, expected, None if expected is None else self._values.nearest(expected))
 
+    def _is_only_stopped(self, call: LayerCall) -> bool:
+        """Whether the port uses a layer's output nowhere else than in `stop_gradient`."""
+        return any(only and is_equal(x, call.outputs[0], self._values.rtol) for x, only in self._values.stopped)
+
     def _is_stopped(self, i: int, gradients: Gradients) -> bool:
         """Whether the port stops the gradient of a layer's output, so that it does not reach the layer's parameters."""
         call = self._calls[i]
         if self._all_found(call.output_gradients) is None or _returns_input(call):
             return False
-        if not any(is_equal(x, call.outputs[0], self._values.rtol) for x in self._values.stopped):
+        if not any(is_equal(x, call.outputs[0], self._values.rtol) for x, _ in self._values.stopped):
             return False
         parameters = [p for j in range(i + 1) if j == i or self._is_inside(j, i) for p in self._calls[j].parameters]
         earlier = (self._calls[j].parameters for j in reversed(call.depends) if self._calls[j].parameters)

@@ -56,7 +56,6 @@ class Values:
       consumed: for each parameter, the values that it was multiplied with in matrix products and convolutions.
       randomized: values that were combined with random numbers, and those that they were computed from, each with the
         result.
-      stopped: the operands of `stop_gradient`.
       named: values with a name of `jax.ad_checkpoint.checkpoint_name`.
     """
 
@@ -64,7 +63,8 @@ class Values:
         self.rtol = rtol
         self.consumed: dict[int, list[Array]] = {}
         self.randomized: list[tuple[Array, Array]] = []
-        self.stopped: list[Array] = []
+        self._stopped: list[tuple[Any, Array]] = []  # variables with their values
+        self._used: set[int] = set()  # ids of variables that something else than `stop_gradient` uses
         self.named: dict[str, list[Array]] = {}
         self._num_parameters = num_parameters
         # By the id of a value, which is referenced; `None` for constants.
@@ -89,7 +89,9 @@ class Values:
     def _visit(self, eqn: Any, operands: Sequence[Any], results: Sequence[Any]) -> None:
         origins = [self._provenance.get(id(x), (None, None))[1] for x in operands]
         if eqn.primitive is jax.lax.stop_gradient_p:
-            self.stopped.append(np.asarray(operands[0]))
+            self._stopped.append((eqn.invars[0], np.asarray(operands[0])))
+        else:
+            self._used.update(map(id, eqn.invars))
         if eqn.primitive is name_p:
             self.named.setdefault(eqn.params["name"], []).append(np.asarray(operands[0]))
         arrays = [(x, o) for x, o in zip(operands, origins, strict=True) if o is not None]
@@ -110,6 +112,11 @@ class Values:
             if id(result) not in self._provenance:  # otherwise it is an operand, or a result of an inner eqn
                 self._provenance[id(result)] = result, origin if arrays or draws else None
                 self._add(result)
+
+    @property
+    def stopped(self) -> list[tuple[Array, bool]]:
+        """The operands of `stop_gradient`, each with whether nothing else uses it."""
+        return [(x, id(variable) not in self._used) for variable, x in self._stopped]
 
     def _ancestors(self, value: Any) -> Iterator[Array]:
         for _ in range(_MAX_ANCESTORS):

@@ -294,6 +294,36 @@ def test_training_mode_with_buffers(wrong):
 
 
 @row("H6b")
+def test_a_layer_is_not_stopped_by_an_operation_that_stops_gradients_inside():
+    """A max pooling that compares stopped values follows the layer after the one whose gradient is stopped."""
+
+    class Net(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.norm, self.act = torch.nn.InstanceNorm1d(3, affine=True), torch.nn.LeakyReLU(0.1)
+
+        def forward(self, x):
+            return torch.nn.functional.max_pool1d(self.act(self.norm(x)), 2)
+
+    def port(p, x):
+        centered = x - x.mean(2, keepdims=True)
+        normal = centered / jnp.sqrt(jnp.square(centered).mean(2, keepdims=True) + 1e-5)
+        y = jax.lax.stop_gradient(normal * p["weight"][:, None] + p["bias"][:, None])
+        y = jnp.where(y > 0, y, 0.1 * y)
+        pairs = y.reshape(*y.shape[:2], -1, 2)
+        first = jax.lax.stop_gradient(y).reshape(pairs.shape).argmax(-1, keepdims=True)
+        return jnp.take_along_axis(pairs, first, 3)[..., 0]
+
+    net, x = Net(), np.random.default_rng(0).standard_normal((2, 3, 6)).astype(np.float32)
+    parameters = {"weight": jnp.asarray([1.0, 2.0, -1.0]), "bias": jnp.asarray([0.5, 0.1, 0.2])}
+    with torch.no_grad():
+        for name, value in parameters.items():
+            getattr(net.norm, name).copy_(torch.from_numpy(np.array(value)))
+    report = jaxfn.paritycheck(port, net, [x], parameters=parameters, raise_exception=False)
+    assert report.first_deviation.layer == "norm", report
+
+
+@row("H6b")
 def test_buffers_that_are_not_compared_are_named():
     net = network(is_training=True)
     parameters = parameters_of(net)
