@@ -35,11 +35,14 @@ def observed_class(definition: Definition, order: int, checksums: list[torch.Ten
     In a derivative of an order above 1, values that autograd takes for constants raise an error.
     """
     function, reads = definition.original, TorchCalls()
+    versions: dict[int, int] = {}
 
-    def observe(ctx: Any, known: Sequence[Any]) -> None:
+    def observe(ctx: Any, inputs: Any, output: Any) -> None:
         values = torch_tree.tree_leaves([ctx.to_save, vars(ctx)])
         checksums.append(_checksum(values))
-        identities = {id(x) for x in torch_tree.tree_leaves(known)}
+        # A mutated input is an intermediate, unless it is returned too.
+        unchanged = (x for x in torch_tree.tree_leaves(inputs) if getattr(x, "_version", 0) == versions.get(id(x), 0))
+        identities = {id(x) for x in (*unchanged, *torch_tree.tree_leaves(output))}
         for value in values if order > 1 else ():
             is_intermediate = _is_inexact_tensor(value) or (reads.has_read and isinstance(value, _FRACTIONS))
             if is_intermediate and id(value) not in identities:
@@ -49,16 +52,17 @@ def observed_class(definition: Definition, order: int, checksums: list[torch.Ten
                 )
 
     def forward(*args: Any) -> Any:
+        versions.update({id(x): x._version for x in torch_tree.tree_leaves(args) if isinstance(x, torch.Tensor)})
         with reads:
             output = function.forward(*args)
         if not definition.has_setup_context:
-            observe(args[0], [*args[1:], output])
+            observe(args[0], args[1:], output)
         return output
 
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
         with reads:
             function.setup_context(ctx, inputs, output)
-        observe(ctx, [inputs, output])
+        observe(ctx, inputs, output)
 
     def backward(ctx: Any, *gradients: Any) -> Any:
         with TorchCalls() as reads, _OpaqueMemory(f"{definition.name}.backward") as memory:
