@@ -1,4 +1,4 @@
-"""FocalLoss for JAX: the text of examples.ported.originals.FocalLoss, whose license applies, rewritten by jaxfn."""
+"""examples.ported.originals.FocalLoss, rewritten for JAX by jaxfn. The license of the original applies."""
 
 import jax
 import jax.numpy as jnp

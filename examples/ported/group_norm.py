@@ -1,4 +1,4 @@
-"""GroupNorm for JAX: the text of examples.ported.originals.GroupNorm, whose license applies, rewritten by jaxfn."""
+"""examples.ported.originals.GroupNorm, rewritten for JAX by jaxfn. The license of the original applies."""
 
 from jax import lax
 

@@ -1,6 +1,4 @@
-"""LearnedStepQuantizer for JAX: the text of examples.ported.originals.LearnedStepQuantizer, whose license applies,
-rewritten by jaxfn.
-"""
+"""examples.ported.originals.LearnedStepQuantizer, rewritten for JAX by jaxfn. The license of the original applies."""
 
 import math
 

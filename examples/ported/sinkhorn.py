@@ -1,4 +1,4 @@
-"""Sinkhorn for JAX: the text of examples.ported.originals.Sinkhorn, whose license applies, rewritten by jaxfn."""
+"""examples.ported.originals.Sinkhorn, rewritten for JAX by jaxfn. The license of the original applies."""
 
 import jax
 import jax.numpy as jnp

@@ -1,6 +1,4 @@
-"""StochasticRounding for JAX: the text of examples.ported.originals.StochasticRounding, whose license applies,
-rewritten by jaxfn.
-"""
+"""examples.ported.originals.StochasticRounding, rewritten for JAX by jaxfn. The license of the original applies."""
 
 import jax
 import jax.numpy as jnp

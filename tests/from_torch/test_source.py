@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import json
 import math
+import re
 import subprocess
 import sys
 import textwrap
@@ -237,8 +238,10 @@ def test_results_that_differ_raise(monkeypatch):
     wrong = {"jnp.sinh({input})": "outputs", "jnp.tanh(lax.stop_gradient({input}))": "second derivatives"}
     for function, (code, what) in zip((samples.Tanh, samples.TanhBackward), wrong.items(), strict=True):
         entries["tanh"] = [tanh._replace(plain=code, strict=code)]
-        with pytest.raises(jaxfn.TranslationError, match=f"the rewritten source has other {what}"):
+        with pytest.raises(jaxfn.TranslationError, match=f"the rewritten source has other {what}") as error:
             source_of(function, normal(3))
+        named = r"torch has (.|\n)*`jnp.sinh\({input}\)`(.|\n)*source_examples.py(.|\n)*torch.tanh\(x\)"
+        assert bool(re.search(named, str(error.value))) is (what == "outputs"), error.value
 
 
 @row("H18")

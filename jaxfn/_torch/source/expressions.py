@@ -65,6 +65,7 @@ class RewriteOptions:
       alternatives: Finds the calls that have a strict spelling (set by the rewriting).
       objects: The objects that names of the new code denote, where these differ from the old (set by the rewriting).
       draws: The code of functions that draw random numbers.
+      compares_values: Whether JAX code with other values than those that were observed raises an error.
       has_key_sequence: Whether they take the next keys of a sequence, since the number of draws is not known.
     """
 
@@ -74,6 +75,7 @@ class RewriteOptions:
     alternatives: dict[Site, None] = field(default_factory=dict)
     objects: dict[str, Any] = field(default_factory=dict)
     draws: Collection[CodeType] = ()
+    compares_values: bool = False
     has_key_sequence: bool = False
 
     def spell(self, code: str) -> str:
@@ -106,7 +108,7 @@ class ExpressionRewriter:
         self._loops = 0
         self._removed_indent = 0
         self._replaced: dict[ast.expr, ast.expr] = {}
-        self._check = TemplateCheck()
+        self._check = TemplateCheck(options.compares_values)
 
     # Errors and observations
 

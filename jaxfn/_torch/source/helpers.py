@@ -14,13 +14,10 @@ from jax import lax
 
 
 def absolute(x: jax.Array) -> jax.Array:
-    """Returns |x|. The derivative at 0 is 0."""
-    return x * lax.stop_gradient(sign(x)) if jnp.issubdtype(x.dtype, jnp.floating) else jnp.abs(x)
-
-
-def sign(x: jax.Array) -> jax.Array:
-    """Returns the sign of x, 0 for NaN."""
-    return jnp.where(jnp.isnan(x), 0, jnp.sign(x)).astype(x.dtype) if jnp.isrealobj(x) else jnp.sign(x)
+    """Returns |x|. The derivative is 0 at 0 and NaN."""
+    if not jnp.issubdtype(x.dtype, jnp.floating):
+        return jnp.abs(x)
+    return x * lax.stop_gradient(jnp.where(jnp.isnan(x), 0, jnp.sign(x)))
 
 
 def power(x: Any, exponent: Any) -> jax.Array:

@@ -78,6 +78,7 @@ def write_module(
     arguments: Sequence[Any],
     once_differentiable: bool,
     note: str,
+    compares_values: bool = False,
 ) -> Module:
     """Writes the module that defines `function`, and the functions among `arguments`, for JAX.
 
@@ -88,8 +89,10 @@ def write_module(
       arguments: The static arguments of the examples.
       once_differentiable: Whether second derivatives are to raise.
       note: A sentence for the docstring of the module, if it is not empty.
+      compares_values: Whether a line whose JAX code has other values than those that were observed raises an error.
     """
-    options = RewriteOptions(observation, strict, _free_names(observation))
+    names = _free_names(observation)
+    options = RewriteOptions(observation, strict, names, compares_values=compares_values)
     writer = partial(_Writer, options, function, once_differentiable, note)
     try:
         try:
@@ -525,6 +528,6 @@ def _sorted_imports(lines: Collection[str]) -> str:
 def _header(function: Any, note: str) -> str:
     """Returns the docstring of the module."""
     name = f"{function.__module__}.{function.__qualname__}"
-    texts = [f"{function.__name__} for JAX: the text of {name}, whose license applies, rewritten by jaxfn.", note]
+    texts = [f"{name}, rewritten for JAX by jaxfn. The license of the original applies.", note]
     lines = ["\n".join(textwrap.wrap(text, 116, break_long_words=False)) for text in texts if text]
     return f'"""{lines[0]}"""' if len(lines) == 1 and "\n" not in lines[0] else '"""' + "\n\n".join(lines) + '\n"""'

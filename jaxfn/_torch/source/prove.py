@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import linecache
+import traceback
 import types
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -25,6 +26,7 @@ _RTOL_DOUBLE = 1e-9
 # The largest relative difference in single precision that may be rounding, if the results in double precision agree.
 _MAX_ROUNDING = 1e-2
 EXAMPLE = "the example"
+_PATH = ", rewritten for JAX>"
 # Compilation without optimization, which the comparison does not need.
 _COMPILER_OPTIONS = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
 
@@ -35,11 +37,13 @@ class Difference(NamedTuple):
     Attributes:
       quantity: 0 for outputs, 1 for gradients, 2 for second derivatives.
       group: The group of samples in which it was found.
+      sample: The sample.
     """
 
     quantity: int
     group: Group
     text: str
+    sample: Example
 
 
 class Group(NamedTuple):
@@ -63,7 +67,7 @@ class Group(NamedTuple):
 
 def load(module: Module, name: str) -> types.ModuleType:
     """Executes a module's text."""
-    path = f"<{name}, rewritten for JAX>"
+    path = f"<{name}{_PATH}"
     lines = module.text.splitlines(keepends=True)
     linecache.cache[path] = (len(module.text), None, lines, path)
     loaded = types.ModuleType(f"_rewritten_{name}")
@@ -182,15 +186,16 @@ class Proof:
         for i in range(order + 1):
             error = ours.error(group.example, i)
             if error is not None:
-                return Difference(i, group, f"{type(error).__name__}: {(str(error).strip() or '-').splitlines()[0]}")
+                text = f"{type(error).__name__}: {(str(error).strip() or '-').splitlines()[0]}{_written_line(error)}"
+                return Difference(i, group, text, group.example)
         if group.what == EXAMPLE and order == 1 and ours.error(group.example, 2) is None:
-            return Difference(2, group, "the converted Function has none")
+            return Difference(2, group, "the converted Function has none", group.example)
         compiled = _compile(ours, theirs, order, ours.arrays(group.example))
         if group.what == EXAMPLE:
             for name, transform in self._transforms.items():
                 text = _difference(*(transform(program, ours.arrays(group.example)) for program in (ours, theirs)))
                 if text is not None:
-                    return Difference(0, group, f"{text}, by {name}")
+                    return Difference(0, group, f"{text}, by {name}", group.example)
         for what, sample in self._samples_of(group):
             found, expected = compiled(ours.arrays(sample))
             for quantity, (a, b) in enumerate(zip(found, expected, strict=True)):
@@ -203,7 +208,7 @@ class Proof:
                     and _difference(a, b, _MAX_ROUNDING) is None
                     and self._agree_in_double(sample, group, ours, order, quantity)
                 ):
-                    return Difference(quantity, group, f"{text}, {what}")
+                    return Difference(quantity, group, f"{text}, {what}", sample)
         return None
 
     def _samples_of(self, group: Group) -> list[tuple[str, Example]]:
@@ -296,6 +301,12 @@ class _Program:
         """Returns the outputs of a batch."""
         batched = [jnp.stack([x, x[::-1] if x.ndim else x]) for x in arrays]
         return jax.vmap(partial(self.run, order=0))(batched)[0]
+
+
+def _written_line(error: Exception) -> str:
+    """Returns the innermost line of the written module that an error passed, as part of a message."""
+    frames = [x for x in traceback.extract_tb(error.__traceback__) if x.filename.endswith(_PATH)]
+    return f", in the written line `{frames[-1].line}`" if frames else ""
 
 
 def _weights(x: jax.Array, seed: int) -> jax.Array:

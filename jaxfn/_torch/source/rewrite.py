@@ -14,6 +14,7 @@ from jaxfn._torch.source.expressions import ExpressionRewriter, RewriteOptions, 
 from jaxfn._torch.source.observe import ObservedTensor
 from jaxfn._torch.source.source_file import FunctionNode, SourceFile, Span, bound_names
 from jaxfn._torch.source.spelling import NoRuleError, fill
+from jaxfn._torch.source.typecheck import OtherValuesError
 
 Site = tuple[str, Span]
 
@@ -90,7 +91,7 @@ class FunctionRewriter(ExpressionRewriter):
             if method is None:
                 raise NoRuleError(f"a statement of this kind ({type(s).__name__}) has no rule")
             method(s)
-        except NoRuleError as error:
+        except (NoRuleError, OtherValuesError) as error:
             self._error(s, str(error))
 
     def _replace(self, s: ast.stmt, *lines: str) -> None:

@@ -96,9 +96,9 @@ reciprocal(input) => 1 / {input}
 remainder(input, other) => {input} % {other}
 round(input, *, decimals: int) => jnp.round({input}, {decimals})
 rsub(input, other) => {other} - {input}
-sgn(input) => jnp.sign({input}) => sign({input})
+sgn(input) => jnp.sign({input})
 sigmoid(input) => jax.nn.sigmoid({input})
-sign(input) => jnp.sign({input}) => sign({input})
+sign(input) => jnp.sign({input}) => jnp.where(jnp.isnan({input}), 0, jnp.sign({input}))
 sub subtract(input, other) => {input} - {other}
 sub(input, alpha: number, other: Tensor) => {input} - {alpha} * {other}
 sub(input, other, *, alpha) => {input} - {alpha} * {other}

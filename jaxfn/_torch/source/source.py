@@ -16,6 +16,7 @@ from jaxfn._torch.source.module import Module, write_module
 from jaxfn._torch.source.observe import ObservedRun, ObservedTensor, is_function_class, observe
 from jaxfn._torch.source.prove import Difference, Proof, in_double, make_groups
 from jaxfn._torch.source.samples import Example, other_sizes, subsets
+from jaxfn._torch.source.typecheck import OtherValuesError
 from jaxfn._torch.values.errors import TranslationError
 
 # More calls with strict spellings than these are not tried one by one.
@@ -75,7 +76,8 @@ def write_source(
         return module.text
     module, strict_difference = write(None)
     if strict_difference is not None:
-        raise TranslationError(_message(function, strict_difference))
+        line = _line(function, strict_difference, lambda x: _run(call, x, x.inexact), statics)
+        raise TranslationError(_message(function, strict_difference) + line)
     return _with_fewest_strict(module, write)
 
 
@@ -107,6 +109,21 @@ def _message(function: Any, difference: Difference) -> str:
         f"{difference.text}. Use jaxfn.from_torch({name}), or write the Function for JAX and compare it by "
         "jaxfn.paritycheck"
     )
+
+
+def _line(function: Any, difference: Difference, run: Callable[[Example], None], statics: Sequence[Any]) -> str:
+    """Returns the line of torch code whose JAX code has other values for a sample, as part of a message."""
+    try:
+        with warnings.catch_warnings(), torch.random.fork_rng(), torch.enable_grad():
+            warnings.simplefilter("ignore")
+            observation = observe(function, lambda: run(difference.sample), lambda: None)
+        write_module(function, observation, None, statics, False, "", compares_values=True)
+    except TranslationError as error:
+        is_found = isinstance(error.__context__, OtherValuesError)
+        return "\n" + str(error).removeprefix("the source cannot be rewritten: ") if is_found else ""
+    except Exception:  # torch and the code may raise anything for the sample. Then the message has no line.
+        return ""
+    return ""
 
 
 def _as_int64(x: Any) -> Any:

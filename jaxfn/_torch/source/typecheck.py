@@ -16,7 +16,9 @@ from jax import lax
 from jaxfn._torch.source import helpers
 from jaxfn._torch.source.observe import ObservedTensor
 from jaxfn._torch.source.spelling import NoRuleError, fields
+from jaxfn._torch.values.arrays import to_jax
 
+_RTOL = 1e-4
 _PYTHON_DTYPES = {torch.bool: "bool", torch.int64: "int", torch.float64: "float", torch.complex128: "complex"}
 
 
@@ -30,11 +32,16 @@ def numpy_dtype(dtype: torch.dtype) -> Any:
     return jnp.dtype(str(dtype).removeprefix("torch."))
 
 
-class TemplateCheck:
-    """Evaluates the shapes and dtypes of templates."""
+class OtherValuesError(Exception):
+    """JAX code computes other values than torch did. The caller adds the line."""
 
-    def __init__(self) -> None:
+
+class TemplateCheck:
+    """Evaluates the shapes and dtypes of templates; their values too if `has_values`."""
+
+    def __init__(self, has_values: bool) -> None:
         self._names = {"jax": jax, "jnp": jnp, "np": np, "lax": lax, **vars(helpers)}
+        self._has_values = has_values
 
     def shape(self, template: str, values: Mapping[str, Any], expected: Any) -> None:
         """Raises `NoRuleError` if a template fails for these arguments, or has another shape than torch's result."""
@@ -47,6 +54,28 @@ class TemplateCheck:
             found = getattr(results, "shape", ())
             if tuple(found) != expected.shape:
                 raise NoRuleError(f"JAX's result has the shape {tuple(found)}, torch's {expected.shape}")
+        if self._has_values and "{key}" not in template:
+            self._compare_values(template, values, expected)
+
+    def _compare_values(self, template: str, values: Mapping[str, Any], expected: Any) -> None:
+        """Raises `OtherValuesError` if a template has other values than torch's result had."""
+        observed = [x for x in jax.tree_util.tree_leaves([*values.values()]) if isinstance(x, ObservedTensor)]
+        if any(x.value is None for x in observed):
+            return
+        found = jax.tree_util.tree_leaves(self._evaluate(template, values, x64=False, is_concrete=True))
+        for ours, theirs in zip(found, jax.tree_util.tree_leaves(expected), strict=False):
+            if isinstance(theirs, ObservedTensor) and theirs.value is not None and theirs.value.numel():
+                wanted = np.asarray(to_jax(theirs.value))
+                kind = complex if wanted.dtype.kind == "c" else float
+                a, b = np.asarray(ours).astype(kind), wanted.astype(kind)
+                is_close = np.isclose(
+                    a, b, rtol=_RTOL, atol=_RTOL * np.abs(b[np.isfinite(b)]).max(initial=0), equal_nan=True
+                )
+                if not is_close.all():
+                    i = tuple(np.argwhere(~is_close)[0])
+                    raise OtherValuesError(
+                        f"torch has {b[i]:.6g} here, and `{template}` {a[i]:.6g} at {[*map(int, i)]}"
+                    )
 
     def cast(self, template: str, values: Mapping[str, Any], expected: ObservedTensor) -> bool:
         """Whether JAX's result has another dtype than torch's, with x64 on or off."""
@@ -60,7 +89,7 @@ class TemplateCheck:
                 return True
         return False
 
-    def _evaluate(self, template: str, values: Mapping[str, Any], x64: bool) -> Any:
+    def _evaluate(self, template: str, values: Mapping[str, Any], x64: bool, is_concrete: bool = False) -> Any:
         code = re.sub(r"\{(\w+)(:[^}]*)?\}", r"_\1", template)
         code = re.sub(r"_(\w+_args)\b", r"*_\1", code)
         arrays: dict[str, Any] = {}
@@ -69,11 +98,13 @@ class TemplateCheck:
                 if name == "key":
                     arrays["_key"] = jax.random.key(0)
                 else:
-                    arrays[f"_{name}"] = _abstract(values.get(name))
+                    arrays[f"_{name}"] = _abstract(values.get(name), is_concrete)
             is_abstract = {n: any(map(_is_abstract, jax.tree_util.tree_leaves(v))) for n, v in arrays.items()}
             static = {name: value for name, value in arrays.items() if not is_abstract[name]}
             traced = {name: value for name, value in arrays.items() if is_abstract[name]}
             try:
+                if is_concrete:
+                    return eval(code, self._names | arrays)
                 return jax.eval_shape(partial(eval, code, self._names | static), traced)
             except Exception as error:
                 raise NoRuleError(f"`{template}` fails: {str(error).splitlines()[0]}") from error
@@ -87,7 +118,9 @@ def _is_abstract(value: Any) -> bool:
     return isinstance(value, jax.ShapeDtypeStruct)
 
 
-def _abstract(value: Any) -> Any:
+def _abstract(value: Any, is_concrete: bool) -> Any:
+    if isinstance(value, ObservedTensor) and is_concrete:
+        return to_jax(value.value) if value.value is not None else None
     if isinstance(value, ObservedTensor):
         return jax.ShapeDtypeStruct(value.shape, jax.dtypes.canonicalize_dtype(numpy_dtype(value.dtype)))
     if isinstance(value, torch.dtype):
@@ -95,6 +128,6 @@ def _abstract(value: Any) -> Any:
     if isinstance(value, np.generic):
         return value.item()
     if isinstance(value, (list, tuple)):
-        items = [_abstract(x) for x in value]
+        items = [_abstract(x, is_concrete) for x in value]
         return items if isinstance(value, list) else tuple(items)
     return value
