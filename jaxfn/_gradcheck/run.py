@@ -186,11 +186,10 @@ class _Check:
                 samples_autodiff=o.reference == "both" and not o.fast_mode and self.problem.dtype is None,
                 max_memory=o.max_memory,
             )
-            is_batched = o.check_batched_forward_grad if mode.is_forward else o.check_batched_grad
-            found = None if is_batched else self._run_by_operations(checks)
-            found = found or self._run_in_fastest_mode(checks)
+            found = self._run_by_operations(checks) or self._run_in_fastest_mode(checks)
             self.report.problems += found.problems
             self.findings[mode.name] = found
+            is_batched = o.check_batched_forward_grad if mode.is_forward else o.check_batched_grad
             # In vectorized mode the checks themselves have batched the rule.
             if is_batched and self.evaluator.mode is not ExecutionMode.VECTORIZED:
                 self.report.problems += checks.problems_of_eager_batching()
