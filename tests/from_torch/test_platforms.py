@@ -239,14 +239,38 @@ def test_order_of_equal_and_missing_values_is_that_of_torch(dtype: str, descendi
     def indices(x: Any) -> Any:
         # The first of equal elements is the one that stable sorting puts first.
         best = x.topk(2, -1, descending)[1]
-        return x.sort(dim=-1, descending=descending, stable=True)[1], best, extreme(x, -1)[1]
+        ranked = [x.kthvalue(k, -1)[1] for k in (1, 11, 24)]
+        return x.sort(dim=-1, descending=descending, stable=True)[1], best, extreme(x, -1)[1], *ranked
 
     translated = jaxfn.from_torch(indices)
     run = jax.vmap(translated) if is_batched else translated
-    order, best, first = jax.jit(run)(tensor.numpy())
+    order, best, first, *ranked = jax.jit(run)(tensor.numpy())
     np.testing.assert_array_equal(order, expected)
     np.testing.assert_array_equal(best, expected[:, :2])
     np.testing.assert_array_equal(first, extreme(tensor, 1)[1])
+    ascending = tensor.sort(dim=1, stable=True)[1]
+    np.testing.assert_array_equal(np.stack(ranked, 1), ascending[:, [0, 10, 23]])
+
+
+@pytest.mark.parametrize("shape", [(3, 1, 2), (2, 6, 3), (2, 5, 1)])
+@pytest.mark.parametrize("name", ["median", "nanmedian"])
+def test_the_median_of_an_axis_and_of_all_elements_is_that_of_torch(name: str, shape: tuple[int, ...]) -> None:
+    x = np.resize(np.float32(VALUES[:11]), shape)
+
+    def medians(x: Any) -> Any:
+        return [getattr(torch, name)(x, dim, keepdim=True)[0] for dim in (0, 1, -1)], getattr(torch, name)(x)
+
+    got, expected = jax.jit(jaxfn.from_torch(medians))(x), medians(torch.tensor(x))
+    for g, w in zip(jax.tree.leaves(got), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_array_equal(g, w)
+
+
+@pytest.mark.parametrize("arguments", [(5, -1, 1), (7,), (4, 2, 2), (3, 0, 2.5)])
+@pytest.mark.parametrize("values", [[-1, -0.6, -0.6, 0.2, 1, 1.5, 2.5], [2, 2], []])
+def test_histc_counts_as_torch_does_at_edges_and_out_of_range(values: list[float], arguments: tuple[Any, ...]) -> None:
+    x = np.float32(values)
+    got = jax.jit(jaxfn.from_torch(lambda x: torch.histc(x, *arguments)))(x)
+    np.testing.assert_array_equal(got, torch.histc(torch.tensor(x), *arguments))
 
 
 @pytest.mark.parametrize("name", ["cumsum", "cumprod", "logcumsumexp", "cummax", "cummin"])

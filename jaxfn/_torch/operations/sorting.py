@@ -14,7 +14,7 @@ from jax import Array, lax
 from jaxfn._mesh_types import pcast_like
 from jaxfn._torch.operations.dims import vector
 from jaxfn._torch.operations.platforms import by_platform, lower_by_platform
-from jaxfn._torch.operations.promotion import is_inexact
+from jaxfn._torch.operations.promotion import is_inexact, to_inexact
 from jaxfn._torch.operations.reductions import cast_for_accumulation, take_extreme
 from jaxfn._torch.operations.table import operation, register_all
 
@@ -46,9 +46,13 @@ def stable_order(x: Array, dim: int, descending: bool = False, count: int | None
             order = lax.sort(pairs, dimension=axis, is_stable=False) & 0xFFFFFFFF
             return lax.slice_in_dim(order, 0, count, axis=axis).astype(dtype)
 
-    if x.dtype != np.float32 and not np.can_cast(x.dtype, np.int32):
+    if not _has_sort_keys(x):
         return elsewhere(x)
     return lax.platform_dependent(lax.stop_gradient(x), cpu=on_cpu, default=elsewhere)
+
+
+def _has_sort_keys(x: Array) -> bool:
+    return x.dtype == np.float32 or np.can_cast(x.dtype, np.int32)
 
 
 def _sort_keys(x: Array, descending: bool) -> Array:
@@ -62,6 +66,42 @@ def _sort_keys(x: Array, descending: bool) -> Array:
 def _swap_negative(bits: Array) -> Array:
     """Converts the bits of floating-point numbers to integers in their order, and back."""
     return jnp.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
+
+
+def index_at_rank(x: Array, rank: Any, dim: int) -> Array:
+    """Returns the index of the element that stable sorting puts at `rank`, which has length 1 along the axis.
+
+    A CPU does not sort: it finds the element's key, then its index among equals, bit by bit.
+    """
+    axis = dim % x.ndim
+    shape = (*x.shape[:axis], 1, *x.shape[axis + 1 :])
+    dtype = jax.dtypes.canonicalize_dtype(np.int64)
+
+    def elsewhere(x: Array, rank: Array) -> Array:
+        return jnp.take_along_axis(stable_order(x, axis), rank, axis)
+
+    def count(mask: Array) -> Array:
+        return jnp.sum(mask, axis, dtype=np.int32, keepdims=True)
+
+    def largest(num_bits: int, holds: Callable[[Array], Array]) -> Array:
+        """Returns the largest number that holds, of those with so many bits; all smaller ones hold."""
+
+        def set_bit(i: Array, number: Array) -> Array:
+            higher = number | np.uint32(1) << (num_bits - 1 - i).astype(np.uint32)
+            return jnp.where(holds(higher), higher, number)
+
+        return lax.fori_loop(0, num_bits, set_bit, pcast_like(jnp.zeros(shape, np.uint32), jax.typeof(x)))
+
+    def on_cpu(x: Array, rank: Array) -> Array:
+        keys = lax.bitcast_convert_type(_sort_keys(x, False), np.uint32) ^ np.uint32(1 << 31)
+        key = largest(32, lambda number: count(keys < number) <= rank)
+        rank_among_equals = rank - count(keys < key)
+        indices = jnp.where(keys == key, lax.broadcasted_iota(np.uint32, x.shape, axis), x.shape[axis])
+        num_bits = (x.shape[axis] - 1).bit_length()
+        return largest(num_bits, lambda number: count(indices < number) <= rank_among_equals).astype(dtype)
+
+    operands = lax.stop_gradient(x), jnp.broadcast_to(jnp.asarray(rank, np.int32), shape)
+    return lower_by_platform(on_cpu, elsewhere, *operands) if _has_sort_keys(x) else elsewhere(*operands)
 
 
 @operation("aten.sort")
@@ -83,8 +123,7 @@ def topk(x: Array, k: int, dim: int = -1, largest: bool = True, in_order: bool =
 def kthvalue(x: Array, k: int, dim: int = -1, keepdim: bool = False) -> tuple[Array, Array]:
     if x.ndim == 0:
         return x, jnp.zeros((), int)
-    order = stable_order(x, dim, count=k)
-    return take_extreme(x, lax.slice_in_dim(order, k - 1, k, axis=dim), dim, keepdim)
+    return take_extreme(x, index_at_rank(x, k - 1, dim), dim, keepdim)
 
 
 def median_of_all(skip_nan: bool, x: Array) -> Array:
@@ -105,15 +144,13 @@ def median(skip_nan: bool, x: Array, dim: int = -1, keepdim: bool = False) -> tu
     """Returns the lower median and its index; NaN if there is one and it is not skipped."""
     if x.ndim == 0:
         return x, jnp.zeros((), int)
-    order = stable_order(x, dim)
     missing = jnp.isnan(x).sum(dim, keepdims=True) if is_inexact(x) else jnp.zeros((), int)
     length = x.shape[dim]
-    position = jnp.maximum(length - missing - 1, 0) // 2 if skip_nan else (length - 1) // 2
+    rank = jnp.maximum(length - missing - 1, 0) // 2 if skip_nan else (length - 1) // 2
     if not skip_nan:
         # The first NaN follows all numbers.
-        position = jnp.where(missing > 0, length - missing, position)
-    shape = [1 if axis == dim % x.ndim else size for axis, size in enumerate(x.shape)]
-    return take_extreme(x, jnp.take_along_axis(order, jnp.broadcast_to(position, shape), dim), dim, keepdim)
+        rank = jnp.where(missing > 0, length - missing, rank)
+    return take_extreme(x, index_at_rank(x, rank, dim), dim, keepdim)
 
 
 register_all(
@@ -235,5 +272,13 @@ register_all(
 
 @operation("aten.histc")
 def histc(x: Array, bins: int = 100, low: float = 0, high: float = 0) -> Array:
-    bounds = (x.min(), x.max()) if low == high else (low, high)
-    return jnp.histogram(x, bins, bounds)[0]
+    """Counts elements in bins of equal width; NaN and elements out of range are in none."""
+    x = lax.stop_gradient(to_inexact(x)).reshape(-1)
+    first, last = (jnp.asarray(bound, x.dtype) for bound in (low, high))
+    if low == high and x.size:
+        first, last = x.min(), x.max()
+    # Equal bounds are moved apart, as in torch.
+    first, last = (jnp.where(first == last, bound + sign, bound) for bound, sign in ((first, -1), (last, 1)))
+    numbers = ((x - first) * bins / (last - first)).astype(int)
+    counted = jnp.where((x >= first) & (x <= last), jnp.minimum(numbers, bins - 1), bins)
+    return jnp.zeros(bins, x.dtype).at[counted].add(1, mode="drop")
