@@ -163,17 +163,16 @@ def _is_inexact_tensor(value: object) -> bool:
 
 def _checksum(values: Sequence[Any]) -> torch.Tensor:
     """Returns numbers that are different for other numbers, tensors and NumPy arrays, however large they are."""
-    sums = np.zeros(CHECKSUM_SIZE)
+    sums = torch.zeros(CHECKSUM_SIZE, dtype=torch.float64)
     for i, value in enumerate(values):
-        if isinstance(value, torch.Tensor) and value.layout is torch.strided and not value.is_quantized:
-            value = to_numpy(value.to(torch.complex128 if value.is_complex() else torch.float64))
         if isinstance(value, (int, *_FRACTIONS)) and np.asarray(value).dtype.kind in "biufc":
-            numbers = np.asarray(value, np.complex128).reshape(-1)
-            sizes, weights = np.abs(numbers), np.linspace(1, 2, numbers.size)
-            with np.errstate(all="ignore"):
-                mean = (numbers.real + 2 * numbers.imag) @ weights / (sizes.sum() or 1)
-                sums[i % CHECKSUM_SIZE] += mean + np.log1p(sizes @ weights)
-    return torch.tensor(sums, dtype=torch.float32)
+            value = torch.from_numpy(np.array(value, np.complex128))
+        if isinstance(value, torch.Tensor) and value.layout is torch.strided and not value.is_quantized:
+            numbers = torch.view_as_real(value.resolve_conj()) if value.is_complex() else value
+            numbers = numbers.detach().cpu().reshape(-1).double()
+            sizes, weights = numbers.abs(), torch.linspace(1, 2, len(numbers), dtype=torch.float64)
+            sums[i % CHECKSUM_SIZE] += numbers @ weights / (sizes.sum().item() or 1) + (sizes @ weights).log1p()
+    return sums.float()
 
 
 def is_close(result: torch.Tensor, expected: np.ndarray[Any, Any]) -> bool:
