@@ -24,6 +24,7 @@ from torch._subclasses.fake_tensor import (
     UnsupportedOperatorException,
 )
 from torch._subclasses.functional_tensor import FunctionalTensor, FunctionalTensorMode
+from torch.fx._lazy_graph_module import _LazyGraphModule  # pyright: ignore[reportPrivateUsage]
 from torch.utils._python_dispatch import (
     TorchDispatchMode,
     _disable_current_modes,  # pyright: ignore[reportPrivateUsage]
@@ -53,6 +54,7 @@ __all__ = [
     "FunctionMeta",
     "FunctionalTensor",
     "FunctionalTensorMode",
+    "LazyGraphModule",
     "TorchDispatchMode",
     "UnsupportedOperatorException",
     "accumulation_hooks",
@@ -88,6 +90,8 @@ without_modes = _disable_current_modes  # Disables `TorchDispatchMode`s (2.8 to 
 
 # Disables `__torch_function__` (2.8 to 2.15).
 without_functions = torch._C.DisableTorchFunction  # pyright: ignore[reportPrivateUsage]
+
+LazyGraphModule = _LazyGraphModule  # Generates its code only if that is read (2.8 to 2.15).
 
 # The key of torch's FakeTensorMode, which runs below all other modes (2.8 to 2.15).
 BELOW_FUNCTIONALIZATION = torch._C._TorchDispatchModeKey.FAKE  # pyright: ignore

@@ -219,19 +219,20 @@ class ConvertedModule(Opaque):
         """Calls the module with these tensors; also returns its buffers afterwards."""
         module, state = self.torch_module, active_trace()
         _check_hooks(module)
-        tensors = {**parameters, **buffers}
-        for name, own in _tensors(module).items():
+        tensors, own_tensors = {**parameters, **buffers}, _tensors(module)
+        for name, own in own_tensors.items():
             for hook in reversed(gradient_hooks(own)):  # torch calls the one registered last first.
                 tensors[name] = apply_hook(state, tensors[name], hook)
-        strided = [name for name, own in _tensors(module).items() if has_nonstandard_strides(own)]
+        with plain_torch():
+            strided = [name for name, own in own_tensors.items() if has_nonstandard_strides(own)]
+            names = {storage_id(own): name for name, own in own_tensors.items() if storage_id(own) is not None}
         for name in strided:
             state.recorder.record_strides(state.lower(tensors[name]), repr(name))
-        names = {storage_id(own): name for name, own in _tensors(module).items() if storage_id(own) is not None}
         gradient_source = f"a gradient, whose strides may come from {strided[0]!r}," if strided else None
         state.recorder.externals = ExternalTensors(
             names, gradient_strides_source=gradient_source, backward_guard=self._backward_guard
         )
-        _forbid_aliased_mutations(state.recorder, tensors, _tensors(module))
+        _forbid_aliased_mutations(state.recorder, tensors, own_tensors)
         state.module_names = {id(part): name for name, part in module.named_modules()}
         state.module_tensors = ModuleTensors(tensors, self._reparametrize_locked)
         parameter_nodes = {name: state.recorder.node(state.lower(tensors[name])) for name in parameters}

@@ -33,7 +33,7 @@ from jaxfn._torch._compat import (
     DataDependentOutputException,
     DynamicOutputShapeException,
     FakeTensor,
-    FakeTensorMode,
+    LazyGraphModule,
     TorchDispatchMode,
     UnsupportedOperatorException,
     decompose,
@@ -42,12 +42,13 @@ from jaxfn._torch._compat import (
     storage_id,
 )
 from jaxfn._torch.graph.reads import NO_VALUES, Answerer, GraphSoFar, Read, same_bits
+from jaxfn._torch.graph.shape_inference import ShapeInference
 from jaxfn._torch.graph.source_lines import format_line, ops_hint, running_line, source_line
 from jaxfn._torch.graph.targets import JaxCall, draws_random_numbers
 from jaxfn._torch.operations import entry_name, unsupported_reason
 from jaxfn._torch.values.arrays import jax_dtype, to_jax, to_torch, torch_dtype
 from jaxfn._torch.values.errors import DataDependentError, EscapedTensorError, TranslationError
-from jaxfn._torch.values.flatten import flatten_tensors, unflatten_tensors
+from jaxfn._torch.values.flatten import flatten_tensors, map_tensors, tensors_in, unflatten_tensors
 from jaxfn._tree import is_array_leaf
 
 aten = torch.ops.aten
@@ -153,7 +154,7 @@ class Recorder(TorchDispatchMode):
         self.saved_storages: set[int | None] = set()
         self.operand_error: tuple[Exception | None, str] = None, ""
         self.data_mutation: str | None = None
-        self._fake = FakeTensorMode(allow_non_fake_inputs=True)
+        self._shapes = ShapeInference()
         self._nodes: dict[int, torch.fx.Node] = {}  # by the identity of their tensors
         self._value_sources: dict[torch.fx.Node, torch.fx.Node] = {}  # nodes with equal values
         self._references: list[torch.Tensor] = []  # so that tensors are not freed, and identities stay unique
@@ -183,20 +184,12 @@ class Recorder(TorchDispatchMode):
 
     def make_fake(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         """Returns a tensor without values."""
-        with plain_torch():
-            return FakeTensor(self._fake, torch.empty(tuple(shape), dtype=dtype, device="meta"), torch.device("cpu"))
+        return self._shapes.make_fake(shape, dtype)
 
     def _to_fake(self, tensor: torch.Tensor) -> torch.Tensor:
         if isinstance(tensor, FakeTensor) or tensor.layout is not torch.strided:
             return tensor
-        return self._fake_like(tensor)
-
-    def _fake_like(self, tensor: torch.Tensor) -> torch.Tensor:
-        with plain_torch():
-            length = tensor.untyped_storage().nbytes() // tensor.element_size()
-            meta = torch.empty(length, dtype=tensor.dtype, device="meta")
-            meta = meta.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
-            return FakeTensor(self._fake, meta, torch.device("cpu"))
+        return self._shapes.fake_like(tensor)
 
     def finish(self, outputs: Iterable[torch.Tensor]) -> torch.fx.GraphModule:
         """Returns the graph with these outputs and then what was read, without unused nodes."""
@@ -211,7 +204,7 @@ class Recorder(TorchDispatchMode):
         root = torch.nn.Module()
         for name in used:
             setattr(root, name, self.constants[name])
-        return torch.fx.GraphModule(root, self.graph, class_name=self.name)
+        return LazyGraphModule(root, self.graph, class_name=self.name)
 
     def _check_reads_unchanged(self) -> None:
         """Raises if the code wrote to the NumPy array of a tensor that may be used later, as they share memory."""
@@ -299,14 +292,15 @@ class Recorder(TorchDispatchMode):
 
     def detach_value(self, value: torch.Tensor) -> torch.Tensor:
         """Returns a tensor with equal values and no derivative."""
-        return self._bind_node(self._fake_like(value), self._new_node(_STOP_GRADIENT, (self.node(value),)))
+        return self._bind_node(self._shapes.fake_like(value), self._new_node(_STOP_GRADIENT, (self.node(value),)))
 
     def with_gradient_of(self, value: torch.Tensor, differentiated: torch.Tensor) -> torch.Tensor:
         """Returns a tensor with the values of `value` and the derivative of `differentiated`."""
         if not self.is_differentiable(differentiated):
             return self.detach_value(value) if self.is_differentiable(value) else value
         return self._bind_node(
-            self._fake_like(value), self._new_node(_WITH_GRADIENT_OF, (self.node(value), self.node(differentiated)))
+            self._shapes.fake_like(value),
+            self._new_node(_WITH_GRADIENT_OF, (self.node(value), self.node(differentiated))),
         )
 
     def is_differentiable(self, tensor: torch.Tensor) -> bool:
@@ -394,7 +388,7 @@ class Recorder(TorchDispatchMode):
 
     def _bind_node(self, value: Any, node: torch.fx.Node) -> Any:
         """Makes `node` the node of `value`, a tensor or a tuple or list of tensors; returns `value`."""
-        node.meta["val"] = torch_tree.tree_map_only(torch.Tensor, self._to_fake, value)
+        node.meta["val"] = map_tensors(self._to_fake, value)
         node.meta["is_differentiable"] = _has_derivative(node.meta["val"]) and (
             node.op == "placeholder" or _is_differentiable_node(node)
         )
@@ -422,7 +416,7 @@ class Recorder(TorchDispatchMode):
         kwargs = kwargs or {}
         if func.namespace == "prim":  # queries, for example of the device
             return func(*args, **kwargs)
-        operands = [x for x in torch_tree.tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
+        operands = tensors_in((args, kwargs))
         if operands and all(x.device.type == "meta" for x in operands):  # torch infers a shape
             with plain_torch():
                 return func(*args, **kwargs)
@@ -570,7 +564,7 @@ class Recorder(TorchDispatchMode):
             )
 
     def _record(self, target: Any, arguments: tuple[Any, Any], value: Any) -> Any:
-        args, kwargs = torch_tree.tree_map_only(torch.Tensor, self.node, arguments)
+        args, kwargs = map_tensors(self.node, arguments)
         kwargs.pop("generator", None)
         node = self._new_node(target, _to_plain_containers(args), _to_plain_containers(kwargs))
         node.meta["line"] = running_line()
@@ -579,10 +573,14 @@ class Recorder(TorchDispatchMode):
 
     def _infer_outputs(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Returns the outputs of an operation on traced tensors, without values."""
-        args, kwargs = torch_tree.tree_map_only(torch.Tensor, self._to_fake, (args, kwargs))
+
+        def infer() -> Any:
+            fake_args, fake_kwargs = map_tensors(self._to_fake, (args, kwargs))
+            with self._shapes.mode:
+                return FAKE_IMPLEMENTATIONS.get(func, func)(*fake_args, **fake_kwargs)
+
         try:
-            with self._fake:
-                return FAKE_IMPLEMENTATIONS.get(func, func)(*args, **kwargs)
+            return self._shapes.results(func, args, kwargs, infer)
         except (DataDependentOutputException, DynamicOutputShapeException):
             raise
         except (RuntimeError, NotImplementedError) as error:
@@ -620,7 +618,7 @@ class Recorder(TorchDispatchMode):
         for operand in operands:
             self._stash_gradient(operand)
         value = func(*args, **kwargs)
-        parts = [x for x in torch_tree.tree_leaves(value) if isinstance(x, torch.Tensor)]
+        parts = tensors_in(value)
         external_storages = {storage_id(x) for x in operands if self._is_external(x)}
         for part in parts:
             if storage_id(part) in external_storages:
@@ -737,8 +735,7 @@ def _is_differentiable_node(node: torch.fx.Node) -> bool:
 
 def _has_derivative(value: Any) -> bool:
     """Whether the dtype of a tensor in a node's result is differentiable."""
-    tensors = [x for x in torch_tree.tree_leaves(value) if isinstance(x, torch.Tensor)]
-    return any(x.dtype.is_floating_point or x.dtype.is_complex for x in tensors)
+    return any(x.dtype.is_floating_point or x.dtype.is_complex for x in tensors_in(value))
 
 
 # Operations whose result has the values of an argument, if shape and dtype match, with the argument's index.
@@ -780,6 +777,8 @@ def _was_just_seeded(generator: torch.Generator) -> bool:
 
 def mutated_arguments(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[torch.Tensor]:
     """Returns the tensors that an operation mutates."""
+    if not func._schema.is_mutable:
+        return []
     names = {a.name for a in func._schema.arguments if a.alias_info is not None and a.alias_info.is_write}
     arguments = {a.name: value for a, value in zip(func._schema.arguments, args, strict=False)} | dict(kwargs)
     return [x for x in torch_tree.tree_leaves([arguments.get(name) for name in names]) if isinstance(x, torch.Tensor)]

@@ -27,7 +27,6 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch.utils import _pytree as torch_tree
 
 from jaxfn._torch._compat import FunctionalTensor, is_accumulating, is_below_autograd, saved_values, storage_id
 from jaxfn._torch.graph.recorder import Recorder, mutated_arguments
@@ -35,6 +34,7 @@ from jaxfn._torch.graph.source_lines import source_line
 from jaxfn._torch.trace.autograd_nodes import unwrap_node
 from jaxfn._torch.trace.leaks import live_tensors, tensors_with_storage
 from jaxfn._torch.values.errors import TranslationError
+from jaxfn._torch.values.flatten import map_tensors, tensors_in
 
 DETACHED = "jaxfn_is_detached"  # The attribute that marks a detached tensor. Its value says how it was detached.
 _BY_CALL, _BY_DATA, _UNREADABLE = "by a call", "by .data", "unreadable"
@@ -151,12 +151,12 @@ def run_operation(recorder: Recorder, mode: Any, func: Any, args: Any, kwargs: A
             return call()
     operands = _tensors((args, kwargs))
     is_grad_off = not torch.is_grad_enabled()
-    if any(result.alias_info is not None and not result.alias_info.is_write for result in func._schema.returns):
+    if _returns_view(func):
         stop_detached(recorder, *operands)
         value = call()
         if is_detach or is_grad_off or any(map(is_detached, operands)):
             marking = functools.partial(mark_detached, by_data=any(map(_is_by_data, operands)))
-            torch_tree.tree_map_only(torch.Tensor, marking, value)
+            map_tensors(marking, value)
         return value
     mutated = [x for x in mutated_arguments(func, args, kwargs) if isinstance(x, FunctionalTensor) and _is_inexact(x)]
     if any(map(_is_by_data, mutated)):
@@ -183,6 +183,12 @@ def run_operation(recorder: Recorder, mode: Any, func: Any, args: Any, kwargs: A
         for x in _tensors(value):
             _stop_gradient(recorder, x)
     return value
+
+
+@functools.cache
+def _returns_view(func: Any) -> bool:
+    """Whether an operation returns a view of an argument."""
+    return any(result.alias_info is not None and not result.alias_info.is_write for result in func._schema.returns)
 
 
 def _unmark_detached(recorder: Recorder, tensor: FunctionalTensor) -> bool:
@@ -228,7 +234,7 @@ def _is_differentiable(recorder: Recorder, tensor: FunctionalTensor) -> bool:
 
 
 def _tensors(value: Any) -> list[FunctionalTensor]:
-    return [x for x in torch_tree.tree_leaves(value) if isinstance(x, FunctionalTensor)]
+    return [x for x in tensors_in(value) if isinstance(x, FunctionalTensor)]
 
 
 def _is_inexact(tensor: torch.Tensor) -> bool:

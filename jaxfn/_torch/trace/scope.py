@@ -46,6 +46,7 @@ from jaxfn._torch.trace.leaks import track
 from jaxfn._torch.trace.patches import patching
 from jaxfn._torch.trace.state import ACTIVE, TraceState, active_trace
 from jaxfn._torch.values.errors import EscapedTensorError, TranslationError
+from jaxfn._torch.values.flatten import map_tensors
 
 
 @contextlib.contextmanager
@@ -186,7 +187,7 @@ class _Functionalization(FunctionalTensorMode):
         with without_functions():
             call = functools.partial(super().__torch_dispatch__, func, types, args, kwargs or {})
             value = detach.run_operation(self._recorder, self, func, args, kwargs or {}, call)
-            return track(torch_tree.tree_map_only(torch.Tensor, self._make_functional, value))
+            return track(map_tensors(self._make_functional, value))
 
     def _python_kernel(self, func: Any, args: Any, kwargs: Any) -> Callable[..., Any] | None:
         """Returns the Python code of a custom operation on traced tensors, if that is to be traced."""

@@ -62,6 +62,31 @@ def unflatten_tensors(template: Any, leaves: Sequence[Any] | Mapping[int, Any]) 
     return torch_tree.tree_map(fill, template, is_leaf=_is_size)
 
 
+def map_tensors(function: Callable[[Any], Any], value: Any) -> Any:
+    """Applies a function to the tensors in lists, tuples and dicts, at any depth, as arguments of operations are.
+
+    torch's pytree functions take several times as long.
+    """
+    if isinstance(value, torch.Tensor):
+        return function(value)
+    kind = type(value)
+    if kind is tuple or kind is list:
+        return kind([map_tensors(function, item) for item in value])
+    if kind is dict:
+        return {name: map_tensors(function, item) for name, item in value.items()}
+    return value if kind in _ATOMS else torch_tree.tree_map_only(torch.Tensor, function, value)
+
+
+def tensors_in(value: Any) -> list[torch.Tensor]:
+    """Returns the tensors in lists, tuples and dicts, at any depth."""
+    found: list[torch.Tensor] = []
+    map_tensors(found.append, value)
+    return found
+
+
+_ATOMS = frozenset({int, float, bool, str, type(None), torch.dtype, torch.device, torch.memory_format, torch.layout})
+
+
 def _is_size(value: object) -> bool:
     """Whether a value is a `torch.Size`, which torch's pytree functions would convert to a tuple."""
     return isinstance(value, torch.Size)
