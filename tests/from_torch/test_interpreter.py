@@ -156,6 +156,32 @@ def test_factors_that_autograd_uses_again(function: Any, transposed: bool) -> No
     np.testing.assert_allclose(got, slope(matrix), rtol=1e-4, atol=1e-5)
 
 
+@row("H2")
+@pytest.mark.parametrize(
+    ("shape", "dtype", "options"),
+    [
+        ((4, 3), torch.float64, {}),
+        ((2, 3, 4), torch.float64, {"atol": 0.01}),
+        ((4, 3), torch.complex128, {"rtol": torch.tensor(1e-6, dtype=torch.float64)}),
+    ],
+)
+def test_derivatives_of_a_pseudoinverse(shape: Any, dtype: Any, options: Any) -> None:
+    a, weight = numbers(*shape, dtype=dtype), numbers(*shape[:-2], shape[-1], shape[-2], dtype=dtype) + 0.5
+
+    def loss(a: Any) -> Any:
+        return (torch.linalg.pinv(a, **options) * weight).abs().square().sum()
+
+    x = a.clone().requires_grad_()
+    (first,) = torch.autograd.grad(loss(x), x, create_graph=True)
+    (second,) = torch.autograd.grad(first.abs().square().sum(), x)
+    with jax.enable_x64(True):
+        gradient = jax.jit(jax.grad(jaxfn.from_torch(loss)))
+        of_its_square = jax.grad(lambda array: jnp.square(jnp.abs(gradient(array))).sum())
+        for in_jax, in_torch in ((gradient, first), (of_its_square, second)):
+            got = in_jax(jnp.asarray(a.numpy())).conj()  # JAX conjugates complex gradients.
+            np.testing.assert_allclose(got, in_torch.detach(), rtol=1e-8)
+
+
 MANY = torch.full((20000,), 0.3, dtype=torch.float64)
 DRAWS = {
     "bernoulli": torch.bernoulli,

@@ -298,7 +298,25 @@ def pinv(a: Array, *, atol: Array | None = None, rtol: Array | None = None, herm
     if hermitian:
         # Only the values come from one triangle; torch differentiates by the whole matrix.
         a = a + lax.stop_gradient(_from_triangle(a, lower=True) - a)
+    return _pinv(a, rtol)
+
+
+@jax.custom_jvp
+def _pinv(a: Array, rtol: Any) -> Array:
+    # The derivative of JAX's function raises if `rtol` is traced (0.10; 0.12 differentiates it).
     return jnp.linalg.pinv(a, rtol=rtol)
+
+
+@_pinv.defjvp
+@jax.default_matmul_precision("float32")
+def _(primals: Any, tangents: Any) -> tuple[Array, Array]:
+    """Differentiates a pseudoinverse of constant rank (Golub and Pereyra, 1973)."""
+    a, tangent = primals[0], tangents[0]
+    inverse = _pinv(*primals)
+    left = inverse @ (_adjoint(inverse) @ _adjoint(tangent))
+    right = (_adjoint(tangent) @ _adjoint(inverse)) @ inverse
+    parts = left - left @ (a @ inverse) + right - (inverse @ a) @ right
+    return inverse, parts - inverse @ tangent @ inverse
 
 
 @operation("aten.linalg_solve_triangular")
