@@ -292,7 +292,7 @@ def is_concrete(array: Any) -> bool:
         if not (has_tangent(tracer) or hasattr(tracer, "batch_dim")):
             return False
         array = tracer.primal if has_tangent(tracer) else tracer.val
-    return True
+    return not isinstance(array, jax.ShapeDtypeStruct)
 
 
 def elements_under_vmaps(array: Any) -> np.ndarray[Any, Any]:

@@ -129,7 +129,12 @@ def run_watched(
     return [next(results) if flag else None for flag in is_nonzero[0]], uses_watched
 
 
+class NeedsValuesError(Exception):
+    """Code needs the values of an array that is traced to a jaxpr, and might run on a concrete one."""
+
+
 _NEEDS_VALUES = (
+    NeedsValuesError,
     jax.errors.ConcretizationTypeError,
     jax.errors.TracerArrayConversionError,
     jax.errors.TracerIntegerConversionError,

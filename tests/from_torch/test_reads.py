@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import jax
@@ -513,3 +514,147 @@ def test_python_functions_and_nested_functions_do_not_read():
     for function in (jaxfn.from_torch(if_sum), jaxfn.from_torch(outer).apply):
         with pytest.raises(jaxfn.TranslationError, match=r"if x.sum\(\) > 0"):
             function(jnp.ones(3))
+
+
+# --- Under `jax.jit`.
+
+
+def is_bad(x: Any) -> Any:
+    return not torch.isfinite(x).all()
+
+
+class Checked(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Any) -> Any:
+        if is_bad(x):
+            message = "not finite"
+            raise ValueError(message)
+        assert (x < 100).all() and not (x < -100).any(), "too large"
+        ctx.save_for_backward(x)
+        return x * x
+
+    @staticmethod
+    def backward(ctx: Any, g: Any) -> Any:
+        (x,) = ctx.saved_tensors
+        if g.isnan().any():
+            warnings.warn("NaN in the gradient", stacklevel=2)
+        return 2 * x * g
+
+
+@row("H21")
+def test_checks_are_skipped_under_jit_with_one_warning_each_that_names_the_line():
+    F = jaxfn.from_torch(Checked)
+    x = jnp.array([1.0, -2.0, 3.0])
+    with pytest.warns(UserWarning, match="a check of values is skipped under jax.jit") as caught:
+        for scale in (1.0, 2.0):
+            gradient = jax.jit(jax.grad(lambda x: F.apply(x).sum()))(scale * x)
+            np.testing.assert_allclose(gradient, 2 * scale * x)
+        assert jax.jit(F.apply)(200 * x)[0] == 200**2
+        np.testing.assert_allclose(jax.lax.map(F.apply, x), x**2)
+        np.testing.assert_allclose(jax.jit(jax.grad(jax.grad(F.apply)))(3.0), 2.0)
+    lines = [str(warning.message).splitlines()[-1].strip() for warning in caught]
+    assert_text = 'assert (x < 100).all() and not (x < -100).any(), "too large"'
+    assert sorted(set(lines)) == [assert_text, "if g.isnan().any():", "return not torch.isfinite(x).all()"]
+    # A call outside `jit` makes the checks.
+    with pytest.raises(AssertionError, match="too large"):
+        F.apply(200 * x)
+    with pytest.raises(ValueError, match="not finite"):
+        F.apply(jnp.inf * x)
+    with pytest.warns(UserWarning, match="NaN in the gradient"):
+        jax.vjp(F.apply, x)[1](jnp.nan * x)
+
+
+def checked_and_handled(x: Any) -> Any:
+    try:
+        if (x > 1).any():
+            raise ValueError
+    except ValueError:
+        return x / 2
+    return x
+
+
+def raised_in_a_helper(x: Any) -> Any:
+    try:
+        return Checked.forward(type("ctx", (), {"save_for_backward": print}), x)
+    except ValueError:
+        return x
+
+
+def not_the_whole_condition(x: Any) -> Any:
+    if len(x) > int((x > 1).sum()):
+        raise ValueError
+    return x
+
+
+@row("H21")
+@pytest.mark.parametrize(
+    ("code", "kind", "line"),
+    [
+        (if_sum, "to choose a branch", "if x.sum() > 0:"),
+        (if_expression, "to choose a branch", "return x.sin() if (x > 0.5).all() else x.exp()"),
+        (halve_until_small, "to end a loop", "while (x.abs() > 1).any():"),
+        (checked_and_handled, "in a check whose failure the code may handle", "if (x > 1).any():"),
+        (raised_in_a_helper, "in a check whose failure the code may handle", "return not torch.isfinite(x).all()"),
+        (not_the_whole_condition, "in a check", "if len(x) > int((x > 1).sum()):"),
+        (scaled_by_item, "as a number", "return x * x.max().item() + (x.sum() / 3).item()"),
+        (
+            through_numpy,
+            "as an array or a list",
+            "return torch.from_numpy(np.sort(x.detach().numpy())[::-1].copy()) * x",
+        ),
+        (written_to_nonzero, "for the shape", "(where,) = torch.nonzero(x > 0, as_tuple=True)"),
+    ],
+    ids=lambda value: getattr(value, "__name__", ""),
+)
+def test_other_reads_raise_under_jit_with_kind_line_and_what_to_do(code: Any, kind: str, line: str):
+    F = jaxfn.from_torch(simple(code, lambda x, g: g))
+    with pytest.raises(jaxfn.TranslationError) as caught:
+        jax.jit(F.apply)(jnp.ones(3))
+    message = str(caught.value)
+    assert f"Python code reads the value of a tensor {kind}" in message and message.endswith(line)
+    assert "outside jax.jit" in message and "fallback='callback'" in message and "ops=" in message
+
+
+def explained_under_jit(function: Any, x: Any) -> Any:
+    found: list[Any] = []
+    jax.eval_shape(lambda x: found.append(function.explain(x)), x)
+    return found[0]
+
+
+@row("H10", "H21")
+def test_explain_lists_reads_with_line_kind_and_answer():
+    def backward_by_sign(x: Any, g: Any) -> Any:
+        return g * x if (g * x).sum() > 0 else g
+
+    F = jaxfn.from_torch(simple(lambda x: newton_square_root(x) * x.max().item(), backward_by_sign))
+    forward, backward = F.explain(jnp.array([1.0, 4.0])).parts
+    found = [(read.kind, read.line.text, read.answer.item()) for read in forward.reads]
+    check = "if (new - y).abs().max() < 1e-3:"
+    assert found[:-1] == [("branch", check, False)] * (len(found) - 2) + [("branch", check, True)]
+    assert found[-1][::2] == ("number", 4.0)
+    assert [(read.kind, read.answer.item()) for read in backward.reads] == [("branch", True)]
+    text = str(F.explain(jnp.array([1.0, 4.0])))
+    assert "forward, values that it reads:" in text and f"{check}\n    (branch, in this call True" in text
+    explanation = explained_under_jit(F, jnp.ones(2))
+    assert not explanation.is_supported and "to choose a branch" in str(explanation)
+    parts = explained_under_jit(jaxfn.from_torch(Checked), jnp.ones(2)).parts
+    assert [read.kind for part in parts for read in part.reads] == ["check"] * 4
+    assert "(check, skipped: assumed to be True" in str(parts[0])
+
+
+@row("H20")
+def test_reads_in_a_second_derivative_while_the_caller_stores_outputs():
+    stored = []
+    F = jaxfn.from_torch(CASES["if_in_backward"])
+
+    def loss(x: Any) -> Any:
+        y = F.apply(x)
+        stored.append(y)
+        return (y * y).sum()
+
+    x = jnp.array([1.0, 2.0])
+    tensor = torch.tensor([1.0, 2.0], requires_grad=True)
+    y = CASES["if_in_backward"].apply(tensor)
+    (gradient,) = torch.autograd.grad((y * y).sum(), tensor, create_graph=True)
+    (expected,) = torch.autograd.grad(gradient.sum(), tensor)
+    np.testing.assert_allclose(jax.grad(lambda x: jax.grad(loss)(x).sum())(x), expected, rtol=1e-6)

@@ -27,6 +27,8 @@ class Part:
       unsupported: The operations without a translation, each with the source line that called it.
       draws: Whether the method draws random numbers.
       functions: The Functions that it applies, without duplicates.
+      reads: The values of tensors that its Python code reads: the line, the kind and the answer. A later call with
+        other values may read others.
     """
 
     def __init__(self, name: str, traced: TracedCode | None, error: TranslationError | None = None) -> None:
@@ -34,7 +36,9 @@ class Part:
         self.error = error
         self.graph, self.operations, self.unsupported, self.draws = "", [], [], False
         self.functions: list[AppliedFunction] = []
+        self.reads: list[Read] = []
         if traced is not None:
+            self.reads = [*traced.reads, *traced.skipped]
             self.functions = _count_applied_functions(traced.functions)
             nodes = traced.graph_module.graph.nodes
             self.graph = str(traced.graph_module.graph).strip()
@@ -50,6 +54,7 @@ class Part:
             f"{self.name}, operations: {', '.join(self.operations) or 'none'}"
             + self._functions_and_unsupported()
             + (f"\n{self.name} draws random numbers: it needs a key" if self.draws else "")
+            + (f"\n{self.name}, values that it reads:" * bool(self.reads) + "".join(map(str, self.reads)))
         )
 
     def _functions_and_unsupported(self) -> str:

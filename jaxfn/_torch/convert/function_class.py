@@ -19,13 +19,13 @@ from jaxfn._methods import UserMethods
 from jaxfn._once_differentiable import once_differentiable
 from jaxfn._torch.convert.definition import Definition
 from jaxfn._torch.convert.explain import Explanation, Part
-from jaxfn._torch.convert.traced_code import TensorSpec, TracedForward, TracedVmap, TraceLookup, tensor_spec
-from jaxfn._torch.graph.reads import Answerer
+from jaxfn._torch.convert.traced_code import TensorSpec, TracedForward, TracedRule, TracedVmap, TraceLookup, tensor_spec
+from jaxfn._torch.graph.reads import Answerer, are_concrete
 from jaxfn._torch.graph.recorder import NO_EXTERNALS
 from jaxfn._torch.source.source import write_source
 from jaxfn._torch.trace.state import TraceConfig
-from jaxfn._torch.values.arrays import torch_dtype
-from jaxfn._torch.values.errors import EscapedTensorError, TranslationError
+from jaxfn._torch.values.arrays import jax_dtype, torch_dtype
+from jaxfn._torch.values.errors import DataDependentError, EscapedTensorError, TranslationError
 from jaxfn._torch.values.flatten import FlatTensors, Slot, flatten_tensors, slots, unflatten_tensors
 from jaxfn._torch.values.trace_cache import LRUCache
 from jaxfn._tree import as_array, is_array_leaf, is_none
@@ -53,7 +53,8 @@ class ConvertedFunction(Function, metaclass=_ConvertedFunctionType):
         """Explains how `apply` with these arguments, and its derivative, are translated.
 
         Args:
-          *args: Arguments of `apply`. Of arrays, only shapes and dtypes matter.
+          *args: Arguments of `apply`. Of arrays, only shapes and dtypes matter, unless the code reads values. Inside
+            `jax.jit` or `jax.eval_shape`, where arrays have none, it explains a call there.
           **kwargs: Keyword arguments of `apply`.
 
         Returns:
@@ -316,21 +317,38 @@ class FunctionAdapter:
 
     def explain(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Explanation:
         """Explains how a call with these arguments is translated if everything in it is differentiated."""
-        kwargs = {name: value for name, value in kwargs.items() if name != self.definition.key_name}
+        key = kwargs.pop(self.definition.key_name, None)
+        key = jax.random.key(0) if key is None else key
         arguments = flatten_tensors((args, kwargs), is_array_leaf)
-        specs = [self._spec(as_array(leaf)) for leaf in arguments.leaves]
+        arrays = [as_array(leaf) for leaf in arguments.leaves]
+        lookup = self._forward_lookup(
+            arguments.template, [self._spec(x) for x in arrays], (True,) * (len(args) + len(kwargs))
+        )
         try:
-            traced = self.trace_forward(arguments.template, specs, (True,) * (len(args) + len(kwargs)))
+            traced, results = lookup._replace(warn=_do_not_warn).find(arrays, key)
         except TranslationError as error:
             return Explanation(self.definition.name, [Part("forward", None, error)])
         parts = [Part("forward", traced)]
         try:
-            backward = traced.full_backward()
+            backward = self._explained_backward(_ForwardCall(traced, arrays, key, results))
         except TranslationError as error:
             parts.append(Part("backward", None, error))
         else:
             parts += [] if backward is None else [Part("backward", backward)]
         return Explanation(self.definition.name, parts)
+
+    def _explained_backward(self, call: _ForwardCall) -> TracedRule | None:
+        """Returns the trace of `backward`, for gradients of ones if it reads values and the arguments have them."""
+        try:
+            return call.traced.full_backward()
+        except DataDependentError:
+            lookup = call.traced.full_backward_lookup()
+            assert lookup is not None
+            arrays: list[Any] = [jax.ShapeDtypeStruct(x.shape, jax_dtype(x.dtype)) for x in lookup.specs]
+            if are_concrete(call.arrays):
+                saved = call.traced.arrays_to_save("backward", call.arrays, call.slot_values())
+                arrays = [*saved, *(jnp.ones(x.shape, x.dtype) for x in arrays)]
+            return lookup._replace(warn=_do_not_warn).find(arrays, call.key)[0]
 
     def _flags(self, names: Sequence[str], flags: Sequence[bool]) -> tuple[bool, ...]:
         """Returns the flags of all inputs except the random key."""
@@ -375,6 +393,10 @@ def mutation_message(name: str) -> str:
         f"{name} mutates one of its inputs. JAX arrays are immutable: the caller's array does not change, and only "
         "what forward returns is new."
     )
+
+
+def _do_not_warn(message: str) -> None:
+    pass
 
 
 def _static_identities(template: Any) -> tuple[int, ...]:

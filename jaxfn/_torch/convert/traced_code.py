@@ -21,7 +21,17 @@ from jaxfn._jaxpr import ArrayIdentity
 from jaxfn._torch._compat import takes_boxed_gradients, without_functions
 from jaxfn._torch.convert.definition import Definition, TorchCode
 from jaxfn._torch.graph.interpreter import TranslatedGraph, Unsupported, unsupported_message
-from jaxfn._torch.graph.reads import NO_VALUES, Answerer, CallValues, are_concrete, first_answers, same_bits, to_bytes
+from jaxfn._torch.graph.reads import (
+    NO_VALUES,
+    Answerer,
+    CallValues,
+    NoValues,
+    are_concrete,
+    first_answers,
+    same_bits,
+    to_bytes,
+)
+from jaxfn._torch.graph.source_lines import format_line
 from jaxfn._torch.graph.targets import draws_random_numbers
 from jaxfn._torch.trace.leaks import checking_leaks, may_overlap
 from jaxfn._torch.trace.scope import outside_trace, trace_scope
@@ -31,6 +41,11 @@ from jaxfn._torch.values.flatten import Slot, flatten_tensors, slots, unflatten_
 from jaxfn._torch.values.trace_cache import LRUCache, static_key, torch_settings_key
 from jaxfn._tree import Opaque
 
+_UNDER_JIT = NoValues(
+    "Call it outside jax.jit, where it has values; let torch run it, by from_torch(..., fallback='callback'); or write "
+    "this part as a JAX function, with jax.lax.cond, while_loop or jax.numpy.where, that ops= names",
+    skips_checks=True,
+)
 # The number of traces for equal arguments that differ in what the code read of the values of tensors.
 _MAX_COURSES = 32
 # The number of traces of `backward` and `jvp` that are cached for each trace of `forward`: one for each pattern of
@@ -66,6 +81,7 @@ class TracedCode(Opaque):
       differentiates_externals: Whether the code computed gradients of external tensors.
       functions: The Functions that the code applies, each as it was traced there.
       reads: What the code read of the values of traced tensors. The trace is valid for arrays that give equal values.
+      skipped: The checks of values that the trace does not make.
       needs_input_grad: One flag for each input of `forward`, of a Function.
       reads_needs_input_grad: Whether the code read those flags.
     """
@@ -85,6 +101,7 @@ class TracedCode(Opaque):
         self.differentiates_externals = state.recorder.differentiates_externals
         self.functions: list[TracedForward] = list(state.functions)
         self.reads = state.recorder.reads
+        self.skipped = state.recorder.skipped
         translation = TranslatedGraph(self.graph_module, code.config.replacements.operations)
         self._unsupported = translation.unsupported
         self._constants = translation.constants
@@ -104,6 +121,11 @@ class TracedCode(Opaque):
         """The operations that have no translation, also those in the Functions that the code applies."""
         inside = [entry for function in self.functions for entry in function.unsupported]
         return list(dict.fromkeys([*self._unsupported, *inside]))
+
+    @property
+    def serves_all(self) -> bool:
+        """Whether the trace is valid for all values of the arrays."""
+        return not (self.reads or self.skipped)
 
     def fits(self, needs_input_grad: tuple[bool, ...]) -> bool:
         """Whether the trace is valid for these flags."""
@@ -450,18 +472,23 @@ class TracedForward(TracedCode):
 
     def full_backward(self) -> TracedRule | None:
         """Traces `backward` for gradients of all outputs; returns `None` if there is no `backward`."""
+        lookup = self.full_backward_lookup()
+        before = ACTIVE.traced_backwards
+        ACTIVE.traced_backwards = (*before, self.definition.original)
+        try:
+            return lookup and lookup.get()
+        finally:
+            ACTIVE.traced_backwards = before
+
+    def full_backward_lookup(self) -> TraceLookup[TracedRule] | None:
+        """Returns the lookup of a trace of `backward` for gradients of all outputs, if there is a `backward`."""
         if self.definition.backward is None:
             return None
         outputs = self.output if isinstance(self.output, tuple) else (self.output,)
         arguments = flatten_tensors(torch_tree.tree_map(_slot_or_none, outputs), lambda leaf: isinstance(leaf, Slot))
         specs = [self.specs[slot.index] for slot in arguments.leaves]
-        before = ACTIVE.traced_backwards
-        ACTIVE.traced_backwards = (*before, self.definition.original)
-        try:
-            flags = (True,) * len(self.needs_input_grad)
-            return self.rule_lookup("backward", arguments.template, specs, flags).get()
-        finally:
-            ACTIVE.traced_backwards = before
+        flags = (True,) * len(self.needs_input_grad)
+        return self.rule_lookup("backward", arguments.template, specs, flags)
 
     def used_inputs(self) -> set[int]:
         """Returns the inputs that `forward` or `backward` uses, mutates, or returns a gradient for.
@@ -631,7 +658,7 @@ class TraceLookup(NamedTuple, Generic[_T]):
     def get(self) -> _T:
         """Returns a trace of code that reads no values of traced tensors. Raises if the code does."""
         key = self._key()
-        return next((x for x in self._cached(key) if not x.reads), None) or self._trace(key, NO_VALUES)
+        return next((x for x in self._cached(key) if x.serves_all), None) or self._trace(key, NO_VALUES)
 
     def run(self, arrays: Sequence[Any], key: Any) -> tuple[_T, Any]:
         """Returns the trace for these arrays, and the graph's results."""
@@ -645,16 +672,18 @@ class TraceLookup(NamedTuple, Generic[_T]):
         """
         cache_key = self._key()
         cached = self._cached(cache_key)
-        traced = next((x for x in cached if not x.reads), None)
-        is_concrete = traced is None and are_concrete([*arrays, key])
-        if traced is None and not (cached and is_concrete):
-            try:
-                traced = self._trace(cache_key, NO_VALUES)
-            except DataDependentError:
-                if not is_concrete:
-                    raise
+        traced = next((x for x in cached if x.serves_all), None)
         if traced is not None:
             return traced, None
+        if not are_concrete([*arrays, key]):
+            traced = next((x for x in cached if x.skipped), None) or self._trace(cache_key, _UNDER_JIT)
+            for read in traced.skipped:
+                self.warn(f"{self.name}: a check of values is skipped under jax.jit{format_line(read.line)}")
+            return traced, None
+        cached = [x for x in cached if x.reads]
+        if not cached:
+            with contextlib.suppress(DataDependentError):
+                return self._trace(cache_key, NO_VALUES), None
         answers: list[np.ndarray[Any, Any]] = []
         for traced in cached:
             if traced.begins_with(answers):

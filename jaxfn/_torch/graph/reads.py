@@ -4,7 +4,7 @@ A *read* is a traced tensor whose values Python code needs, as in `if x.any()`, 
 answerer returns them:
 
     CallValues      the arrays of a call outside `jax.jit`. The trace is valid for calls that read the same values.
-    NoValues        nothing: the read raises
+    NoValues        nothing. The read raises, or a check is skipped
     AssumedValues   placeholders, to list the reads of code that cannot run
 """
 
@@ -31,18 +31,27 @@ from jaxfn._torch.values.errors import DataDependentError, TranslationError
 
 
 class Read(NamedTuple):
-    """A traced tensor whose values Python code read, the line that did, the answer, and its source."""
+    """A traced tensor whose values Python code read.
+
+    Attributes:
+      node: The node of the tensor.
+      line: The line that read it.
+      answer: The values that it got.
+      source: Whose answer it is.
+      kind: What the values are needed for: "check", "branch", "loop", "number", "array" or "shape".
+    """
 
     node: Node
     line: Line | None
     answer: np.ndarray[Any, Any]
     source: str
+    kind: str
 
     def __str__(self) -> str:
         name = self.line and self.line.callable
         hint = f"; ops={{{name}: jax_function}} would replace the function around it" if name else ""
         answer = self.answer.item() if self.answer.size == 1 else f"an array of shape {self.answer.shape}"
-        return f"{format_line(self.line)}\n    ({self.source}: {answer}{hint})"
+        return f"{format_line(self.line)}\n    ({self.kind}, {self.source} {answer}{hint})"
 
 
 class GraphSoFar(NamedTuple):
@@ -60,21 +69,32 @@ class Answerer(Protocol):
     Attributes:
       source: Whose answers they are.
       knows_values: Whether all reads have true answers.
+      ways_out: What to do about a read without an answer, for messages.
+      skips_checks: Whether a check without an answer passes.
     """
 
     source: str
     knows_values: bool
+    ways_out: str
+    skips_checks: bool
 
     def answer(self, graph: GraphSoFar, node: Node, line: Line | None) -> np.ndarray[Any, Any] | None:
         """Returns the values of a node in the dtype that JAX has for it; `None` if they are unknown."""
         ...
 
 
+_TENSORS_ONLY = "Use torch.where, or pass the number as a Python number"
+
+
 class NoValues:
     """Answers no read."""
 
-    source = "unknown"
+    source = "skipped: assumed to be"
     knows_values = False
+
+    def __init__(self, ways_out: str = _TENSORS_ONLY, skips_checks: bool = False) -> None:
+        self.ways_out = ways_out
+        self.skips_checks = skips_checks
 
     def answer(self, graph: GraphSoFar, node: Node, line: Line | None) -> None:
         return None
@@ -87,7 +107,7 @@ class AssumedValues:
     """Answers with ones; with False to a condition, unless it is asserted. `reads` lists them without duplicates."""
 
     source = "assumed to be"
-    knows_values = False
+    knows_values, ways_out, skips_checks = False, _TENSORS_ONLY, False
 
     def __init__(self) -> None:
         self.reads: list[Read] = []
@@ -97,7 +117,7 @@ class AssumedValues:
         is_false = tensor.dtype is torch.bool and not (line and line.text.startswith("assert"))
         answer = np.full(tuple(tensor.shape), not is_false).astype(jax_dtype(tensor.dtype))
         if (line, str(answer)) not in [(read.line, str(read.answer)) for read in self.reads]:
-            self.reads.append(Read(node, line, answer, self.source))
+            self.reads.append(Read(node, line, answer, self.source, "value"))
         return answer
 
 
@@ -114,8 +134,8 @@ class CallValues:
       values: The values of the evaluated nodes.
     """
 
-    source = "this call"
-    knows_values = True
+    source = "in this call"
+    knows_values, ways_out, skips_checks = True, "", False
 
     def __init__(
         self,

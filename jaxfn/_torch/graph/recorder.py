@@ -44,6 +44,7 @@ from jaxfn._torch._compat import (
 from jaxfn._torch.graph.reads import NO_VALUES, Answerer, GraphSoFar, Read, same_bits
 from jaxfn._torch.graph.shape_inference import ShapeInference
 from jaxfn._torch.graph.source_lines import format_line, ops_hint, running_line, source_line
+from jaxfn._torch.graph.statements import running_purpose
 from jaxfn._torch.graph.targets import JaxCall, draws_random_numbers
 from jaxfn._torch.operations import entry_name, unsupported_reason
 from jaxfn._torch.values.arrays import jax_dtype, to_jax, to_torch, torch_dtype
@@ -94,10 +95,14 @@ class ExternalTensors(NamedTuple):
 NO_EXTERNALS = ExternalTensors()
 
 
-_DATA_DEPENDENT = (
-    "Python code reads the value of a tensor (in an `if`, a `while`, `int()`, `.item()`, `.tolist()`, `.numpy()`, an "
-    "`assert`), and a traced tensor has none. Use torch.where, or pass the number as a Python number"
-)
+_READS = {
+    "check": "in a check whose failure the code may handle, or that computes with it",
+    "branch": "to choose a branch (in an `if`)",
+    "loop": "to end a loop (in a `while`)",
+    "number": "as a number (by `int()`, `float()`, `.item()`)",
+    "array": "as an array or a list (by `.numpy()`, `.tolist()`)",
+    "shape": "for the shape of a result, which is static on JAX (of a mask, `nonzero`, `unique`)",
+}
 
 
 class Recorder(TorchDispatchMode):
@@ -111,6 +116,7 @@ class Recorder(TorchDispatchMode):
 
     Attributes:
       reads: The answered reads.
+      skipped: The reads of checks without an answer, which are assumed to pass.
       unanswered: The error of a read without an answer. The code may have caught it.
       reads_external_values: Whether Python code read values of an external tensor.
       is_seeded: Whether the code set torch's random state.
@@ -138,6 +144,7 @@ class Recorder(TorchDispatchMode):
         self.name = name
         self.answerer = answerer
         self.reads: list[Read] = []
+        self.skipped: list[Read] = []
         self.unanswered: DataDependentError | None = None
         self.externals = externals
         self._replacements = replacements
@@ -461,49 +468,66 @@ class Recorder(TorchDispatchMode):
         """Whether Python code may read the values of traced tensors."""
         return self.answerer.knows_values
 
-    def read(self, tensor: torch.Tensor, problem: str = _DATA_DEPENDENT) -> torch.Tensor:
+    def read(self, tensor: torch.Tensor, kind: str = "number", hint: str = "") -> torch.Tensor:
         """Returns a tensor with values, which Python code needs, for a traced one; other tensors unchanged.
 
+        Args:
+          tensor: A tensor from below functionalization.
+          kind: What they are needed for, unless that is a condition; see `Read`.
+          hint: What to do if the values are unknown.
+
         Raises:
-          DataDependentError: The values are unknown; the message begins with `problem`.
+          DataDependentError: The values are unknown.
         """
         if not self.is_traced(tensor):
             self.reads_external_values |= not self.is_constant(tensor)
             return tensor
-        node, line = self.node(tensor), running_line()
+        node, line, purpose = self.node(tensor), running_line(), running_purpose()
+        kind = (kind == "number" and purpose.kind) or kind
         graph = GraphSoFar(self.graph, self._inputs, self.constants, self._replacements)
+        reads = self.reads
         try:
             answer = self.answerer.answer(graph, node, line)
+            if answer is None and self.answerer.skips_checks and kind == "check" and purpose.passing is not None:
+                answer = np.full(tuple(tensor.shape), purpose.passing).astype(jax_dtype(tensor.dtype))
+                reads = self.skipped
             if answer is None:
-                raise DataDependentError(f"{problem}{ops_hint(line)}{format_line(line)}")
+                raise DataDependentError(
+                    f"Python code reads the value of a tensor {_READS[kind]}, and a traced tensor has none. "
+                    f"{hint or self.answerer.ways_out}{ops_hint(line)}{format_line(line)}"
+                )
         except DataDependentError as error:
             self.unanswered = DataDependentError(f"{self.name}: {error}")
             raise self.unanswered from None
         with plain_torch():
             constant = to_torch(answer).to(tensor.dtype)
-        self.reads.append(Read(node, line, answer, self.answerer.source))
-        self._read_constants.append(constant)
+        reads.append(Read(node, line, answer, self.answerer.source, kind))
+        if reads is self.reads:
+            self._read_constants.append(constant)
         self.add_local_constant(constant)
         return constant
 
     def _call_with_values(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Calls an operation that returns a Python value, or whose result has a shape that depends on values."""
-        problem = _DATA_DEPENDENT
+        kind, hint = "number", ""
         if torch.Tag.dynamic_output_shape in func.tags:
-            problem = f"{func}: {unsupported_reason(str(func)) or _DYNAMIC_SHAPE}"
-            problem += f". Or name a JAX function, ops={{torch.ops.{func}: jax_function}}"
+            kind = "shape"
+            hint = (
+                f"{func}: {unsupported_reason(str(func)) or _DYNAMIC_SHAPE}. {self.answerer.ways_out}. Or name a JAX "
+                f"function, ops={{torch.ops.{func}: jax_function}}"
+            )
         with self:
             if func is aten.equal.default:
                 return args[0].shape == args[1].shape and bool(aten.eq.Tensor(*args).all())
             if func is aten.nonzero.default:
-                size = int(self.read(aten.count_nonzero(args[0]), problem))
+                size = int(self.read(aten.count_nonzero(args[0]), kind, hint))
                 fake = self.make_fake((size, args[0].dim()), torch.int64)
                 return self.record_call(_NONZERO, (args[0], size), {}, fake)
             if func is aten.index.Tensor:
                 return aten.index(args[0], self._without_masks(args[1]))
             if func is aten.repeat_interleave.Tensor:
-                return func(args[0], output_size=int(self.read(args[0].sum(), problem)))
-        args, kwargs = torch_tree.tree_map_only(torch.Tensor, lambda x: self.read(x, problem), (args, kwargs))
+                return func(args[0], output_size=int(self.read(args[0].sum(), kind, hint)))
+        args, kwargs = torch_tree.tree_map_only(torch.Tensor, lambda x: self.read(x, kind, hint), (args, kwargs))
         with plain_torch():
             value = func(*args, **kwargs)
         torch_tree.tree_map_only(torch.Tensor, self.add_local_constant, value)

@@ -170,7 +170,7 @@ def _type(mode: TorchFunctionInterceptor, func: Any, args: Any, kwargs: Any) -> 
 @_handles(torch.Tensor.numpy, torch.Tensor.__array__, torch.Tensor.tolist, torch.Tensor.__format__)
 def _get_values(mode: TorchFunctionInterceptor, func: Any, args: Any, kwargs: Any) -> Any:
     with without_functions():
-        tensor = mode.state.recorder.read(mode.state.lower(args[0]))
+        tensor = mode.state.recorder.read(mode.state.lower(args[0]), "array")
     with plain_torch():
         return func(tensor.detach(), *args[1:], **kwargs)
 
@@ -178,7 +178,7 @@ def _get_values(mode: TorchFunctionInterceptor, func: Any, args: Any, kwargs: An
 @_handles(torch.tensor_split, torch.Tensor.tensor_split)
 def _tensor_split(mode: TorchFunctionInterceptor, func: Any, args: Any, kwargs: Any) -> Any:
     """Reads split indices in a tensor, which torch would read from memory."""
-    problem = (
+    hint = (
         "tensor_split at indices in a tensor has no translation to JAX. Pass Python numbers, or name a JAX function by "
         "ops={torch.tensor_split: jax_function}"
     )
@@ -187,7 +187,7 @@ def _tensor_split(mode: TorchFunctionInterceptor, func: Any, args: Any, kwargs: 
         if not isinstance(value, torch.Tensor):
             return value
         with without_functions():
-            return mode.state.recorder.read(mode.state.lower(value), problem).tolist()
+            return mode.state.recorder.read(mode.state.lower(value), "array", hint).tolist()
 
     kwargs = {name: value if name == "input" else to_numbers(value) for name, value in kwargs.items()}
     return func(*args[:1], *map(to_numbers, args[1:]), **kwargs)

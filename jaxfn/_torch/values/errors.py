@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from jaxfn._outside import NeedsValuesError
+
 
 class TranslationError(RuntimeError):
     """A torch Function, module or operation that cannot run on JAX unchanged.
@@ -10,7 +12,7 @@ class TranslationError(RuntimeError):
     """
 
 
-class DataDependentError(TranslationError):
+class DataDependentError(TranslationError, NeedsValuesError):
     """Python code reads the concrete value of a traced tensor, which has none."""
 
 
