@@ -349,7 +349,7 @@ def test_spherical_bessel_function_over_all_its_range():
 
 
 def selected(x: Any) -> Any:
-    return x[x > 0].sum()
+    return x[x > 0].prod()
 
 
 def observed(x: Any) -> Any:
@@ -376,7 +376,7 @@ UNSUPPORTED: dict[str, tuple[Callable[..., Any], str]] = {
     "lstsq": (lambda x: torch.linalg.lstsq(x[:, None], x[:, None])[0], "aten.linalg_lstsq.*ops="),
     "tensor_split": (lambda x: x.tensor_split(x[:2].long()), "tensor_split.*ops="),
     "copy": (copy.copy, "copy.copy.*ops="),
-    "sum of a selection": (selected, r"`sum` of elements selected by a mask, x\[mask\].*ops="),
+    "product of a selection": (selected, r"`prod` of elements selected by a mask, x\[mask\].*ops="),
 }
 
 

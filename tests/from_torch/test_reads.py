@@ -658,3 +658,56 @@ def test_reads_in_a_second_derivative_while_the_caller_stores_outputs():
     (gradient,) = torch.autograd.grad((y * y).sum(), tensor, create_graph=True)
     (expected,) = torch.autograd.grad(gradient.sum(), tensor)
     np.testing.assert_allclose(jax.grad(lambda x: jax.grad(loss)(x).sum())(x), expected, rtol=1e-6)
+
+
+@row("H3")
+@pytest.mark.parametrize("transform", [lambda f: f, jax.jit], ids=["eager", "jit"])
+def test_sums_of_selected_elements_need_no_values(transform: Any):
+    class SumsSelected(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Any, y: Any) -> Any:
+            ctx.save_for_backward(x, y)
+            return x[x > 0].log().sum() + y[x[:, 0] > 0].sum(dtype=torch.float32)
+
+        @staticmethod
+        def backward(ctx: Any, g: Any) -> Any:
+            x, y = ctx.saved_tensors
+            return x * (g * y[x < 0].square()).sum(), (x * x)[x > 0].sum() * y
+
+    x, y = np.array([[1.0, -2, 3], [-0.5, 4, 1]], np.float32), np.array([[2.0, 1, 0.5], [3, 5, 7]], np.float32)
+    tensors = [torch.tensor(value, requires_grad=True) for value in (x, y)]
+    output = SumsSelected.apply(*tensors)
+    gradients = torch.autograd.grad(output, tensors, create_graph=True)
+    second = torch.autograd.grad(sum(g.square().sum() for g in gradients), tensors)
+    apply = jaxfn.from_torch(SumsSelected).apply
+    np.testing.assert_allclose(transform(apply)(x, y), output.detach(), rtol=1e-5)
+
+    def gradients_squared(x: Any, y: Any) -> Any:
+        return sum((g**2).sum() for g in jax.grad(apply, (0, 1))(x, y))
+
+    for ours, theirs in zip(
+        [*transform(jax.grad(apply, (0, 1)))(x, y), *transform(jax.grad(gradients_squared, (0, 1)))(x, y)],
+        [*gradients, *second],
+        strict=True,
+    ):
+        np.testing.assert_allclose(ours, theirs.detach(), rtol=1e-4)
+
+
+@row("I2")
+def test_the_first_element_of_any_strides():
+    """Also of a parameter with other strides than contiguous ones, which `as_strided` cannot read elsewhere."""
+
+    class Strided(torch.nn.Module):
+        def __init__(self, size: tuple[int, ...], stride: tuple[int, ...]) -> None:
+            super().__init__()
+            self.weight = torch.nn.Parameter((torch.arange(6.0) + 1).reshape(3, 2).t()[1:])
+            self.view = size, stride
+
+        def forward(self, x: Any) -> Any:
+            return torch.as_strided(self.weight, *self.view) * x
+
+    for view in (((), ()), ((1, 1), (3, 5))):
+        net = Strided(*view)
+        np.testing.assert_array_equal(jaxfn.from_torch(net)(jnp.ones(1)), net(torch.ones(1)).detach())
+    with pytest.raises(jaxfn.TranslationError, match="reads memory by strides"):
+        jaxfn.from_torch(Strided((2,), (1,)))(jnp.ones(2))

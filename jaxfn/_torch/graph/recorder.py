@@ -15,6 +15,7 @@ well if they depend on an external tensor, or create a large one.
 from __future__ import annotations
 
 import contextlib
+import math
 import operator
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -455,7 +456,7 @@ class Recorder(TorchDispatchMode):
             results = self._decompose(func, args, kwargs)
             if results is not NotImplemented:
                 return results
-        if func in _STRIDED_OPERATIONS:
+        if func in _STRIDED_OPERATIONS and not _reads_first_element(func, *args, **kwargs):
             self._check_strides(args[0])
         try:
             return self._record(func, (args, kwargs), self._infer_outputs(func, args, kwargs))
@@ -772,6 +773,15 @@ _VALUE_ARGUMENT: Mapping[Any, int] = {
     aten.view.default: 0,
 }
 _STRIDED_OPERATIONS = (aten.as_strided.default, aten.as_strided_scatter.default)
+
+
+def _reads_first_element(
+    func: Any, tensor: Any, size: Sequence[int], stride: Any = None, storage_offset: int | None = None, *_: Any
+) -> bool:
+    """Whether an operation reads nothing but a tensor's first element, which does not depend on strides."""
+    return func is aten.as_strided.default and math.prod(size) == 1 and storage_offset is None
+
+
 _IDENTITIES = (aten.detach.default, aten.alias.default, aten.lift_fresh.default)
 # Operations that fill a tensor of an argument's shape with one number, with a function that returns the number.
 _FILL_VALUES: dict[Any, Callable[[Any], Any]] = {

@@ -47,6 +47,9 @@ def call_with_selections(state: TraceState, func: Any, args: Any, kwargs: Any) -
     name = _function_name(func)
     if name in _METADATA.split():
         return func(*[x.full if isinstance(x, Selection) else x for x in args], **kwargs)
+    if name == "sum" and len(args) == 1 and kwargs.keys() <= {"dtype"}:
+        selection = args[0]
+        return func(selection.full.masked_fill(~_expand_mask(selection.mask, selection.full), 0), **kwargs)
     if name not in _ELEMENTWISE.split():
         raise_unsupported(f"`{name}`")
     operands = [x for x in torch_tree.tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
