@@ -105,7 +105,7 @@ def check(
         problem = make_problem(func, inputs, argnums, surrogate, dtype)
         if dtype is None:  # so that the checks below do not warn of lower precision again
             inputs = jax.tree.map(_as_double, as_arguments(inputs))
-        derivatives = derive(problem, reverse=False, forward=True, reference=False)
+        derivatives = derive(problem, reverse=False, forward=True)
         has_forward_mode = not isinstance(derivatives.forward.rule, ReverseOnlyError)
         if derivatives.is_traced:
             report.problems += _problems_of_jit(problem.call, problem.values, derivatives.precision)

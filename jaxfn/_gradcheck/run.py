@@ -97,6 +97,7 @@ class _Check:
             reverse=options.check_backward_ad,
             forward=options.check_forward_ad,
             reference=options.reference != "finite_differences",
+            retrace=True,
         )
         self.report.source = _sources(self.derivatives)
         d = self.derivatives

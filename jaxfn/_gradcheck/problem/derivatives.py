@@ -111,7 +111,7 @@ class ADMode:
       seed_leaves: the outputs in reverse mode, the inputs in forward mode.
       result_leaves: the inputs in reverse mode, the outputs in forward mode.
       rule: the derivative by the function's own rule, or the reason why there is none.
-      find_retraced: returns `retraced`.
+      retraced: `rule`, traced a second time; `None` if that trace has equal operations.
       find_reference: returns `reference`.
     """
 
@@ -125,13 +125,8 @@ class ADMode:
     seed_leaves: tuple[Leaf, ...]
     result_leaves: tuple[Leaf, ...]
     rule: Derivative | UnavailableError
-    find_retraced: Callable[[], Derivative | None]
+    retraced: Derivative | None
     find_reference: _FindDerivative
-
-    @cached_property
-    def retraced(self) -> Derivative | None:
-        """The rule, traced a second time; `None` if that trace has equal operations."""
-        return self.find_retraced()
 
     @cached_property
     def reference(self) -> Derivative | UnavailableError:
@@ -217,22 +212,27 @@ class Derivatives:
         return self.primal.mesh_axes() if isinstance(self.primal, JaxprFunction) else {}
 
 
-def derive(problem: Problem, *, reverse: bool, forward: bool, reference: bool) -> Derivatives:
+def derive(
+    problem: Problem, *, reverse: bool, forward: bool, reference: bool = False, retrace: bool = False
+) -> Derivatives:
     """Returns the derivatives of a problem's function in the modes to be checked.
 
-    With `reference`, the function without its rule is differentiated too. Errors of the function itself propagate.
+    With `reference`, the function without its rule is differentiated too; with `retrace`, the rules are traced twice.
+    Errors of the function itself propagate.
     """
     try:
-        return _derive(problem, _Tracer(problem, is_tracing=True), reverse, forward, reference)
+        return _derive(problem, _Tracer(problem, is_tracing=True), reverse, forward, reference, retrace)
     except _UntraceableError:
-        return _derive(problem, _Tracer(problem, is_tracing=False), reverse, forward, reference)
+        return _derive(problem, _Tracer(problem, is_tracing=False), reverse, forward, reference, retrace)
 
 
 class _UntraceableError(Exception):
     """Raised if the user's code reads concrete values, which a tracer does not have."""
 
 
-def _derive(problem: Problem, tracer: _Tracer, reverse: bool, forward: bool, reference: bool) -> Derivatives:
+def _derive(
+    problem: Problem, tracer: _Tracer, reverse: bool, forward: bool, reference: bool, retrace: bool
+) -> Derivatives:
     primal, avals = tracer.primal(problem.call)
     described = problem.describe_outputs()
     target = primal
@@ -275,8 +275,7 @@ def _derive(problem: Problem, tracer: _Tracer, reverse: bool, forward: bool, ref
     if reference:
         without_rules = monitored(reference_call, bypassing)
         references = _references(problem, tracer, without_rules, outputs, reverse, monitor, bypassing)
-    again = cache(lambda: rules(call, outputs))
-    retraced = [lambda: _retraced(own[0], again()[0]), lambda: _retraced(own[1], again()[1])]
+    retraced = map(_retraced, own, rules(call, outputs) if retrace else own)
     of_reverse, of_forward = zip(own, retraced, references, strict=True)
     return Derivatives(
         is_traced=tracer.is_tracing,

@@ -24,7 +24,7 @@ def second_order(problem: Problem, grad_outputs: Any) -> Problem:
     Raises:
       UnavailableError: the function has no gradient.
     """
-    d = derive(problem, reverse=True, forward=False, reference=False)
+    d = derive(problem, reverse=True, forward=False)
     available(d.reverse.rule)
     if not d.outputs:
         raise ValueError(f"{problem.name} has no floating or complex output with a derivative")
