@@ -78,10 +78,16 @@ POOLINGS: dict[str, Case] = {
         )
         for stride, ceil, count in itertools.product([(3, 2), (2, 2), (1, 3)], [False, True], [False, True])
     },
+    "adaptive, blocks": (lambda x: F.adaptive_avg_pool2d(x, (3, 2)), ((2, 3, 6, 8),)),
+    "adaptive, overlaps": (lambda x: F.adaptive_avg_pool2d(x, (3, 5)), ((2, 3, 7, 4),)),
+    "adaptive, many windows": (lambda x: F.adaptive_avg_pool1d(x, 19), ((2, 3, 21),)),
     "blocks of 17": (lambda x: F.avg_pool1d(x, 17), ((2, 3, 40),)),
     "divisor_override": (lambda x: F.avg_pool3d(x, 2, (1, 2, 2), divisor_override=3), ((2, 3, 4, 5, 3),)),
 }
 OTHERS: dict[str, Case] = {
+    "windows": (lambda x: x.unfold(1, 5, 2), ((2, 10, 3),)),
+    "windows with gaps": (lambda x: x.unfold(-1, 2, 3), ((3, 2, 9),)),
+    "windows of one element": (lambda x: x.unfold(1, 1, 1), ((4, 3),)),
     "bicubic": (lambda x: F.interpolate(x, (7, 13), mode="bicubic"), ((2, 3, 5, 6),)),
     "many readers": (lambda x: F.interpolate(x, 40, mode="linear"), ((2, 3, 2),)),
     "smaller": (lambda x: F.interpolate(x, (3, 4), mode="nearest"), ((2, 3, 5, 11),)),

@@ -230,13 +230,37 @@ def avg_pool_backward(spatial: int, gradient: Array, x: Array, *options: Any) ->
 @composite("aten._adaptive_avg_pool2d", "aten._adaptive_avg_pool3d")
 def adaptive_avg_pool(x: Array, output_size: Sequence[int]) -> Array:
     """Computes means over one axis after the other, since a mean over a box is a mean of means."""
-    for axis, windows in enumerate(output_size, x.ndim - len(output_size)):
-        indices, inside = _adaptive_windows(x.shape[axis], windows)
-        shape = (*inside.shape, *[1] * (x.ndim - axis - 1))
-        seen = jnp.where(inside.reshape(shape), jnp.take(x, indices, axis), 0)
-        counts = inside.sum(1).reshape(-1, *[1] * (x.ndim - axis - 1))
-        x = jnp.sum(seen, axis + 1) / jnp.asarray(counts, x.dtype)
-    return x
+    axes = [*enumerate(output_size, x.ndim - len(output_size))]
+    if not is_sharded(x) and all(count and x.shape[axis] and x.shape[axis] % count == 0 for axis, count in axes):
+        return avg_pool(len(axes), x, [x.shape[axis] // count for axis, count in axes])
+
+    def elsewhere(x: Array) -> Array:
+        for axis, count in axes:
+            x = _means_of_windows(x, axis, _adaptive_windows(x.shape[axis], count))
+        return x
+
+    def on_cpu(x: Array) -> Array:
+        for axis, count in axes:
+            # The barrier prevents XLA from computing the means again for each window along the next axis.
+            x = lax.optimization_barrier(_means_of_slices(x, axis, _adaptive_windows(x.shape[axis], count)))
+        return x
+
+    return by_platform(on_cpu if 0 < min(output_size) <= max(output_size) <= _MOST_STEPS else elsewhere, elsewhere, x)
+
+
+def _means_of_windows(x: Array, axis: int, windows: Windows) -> Array:
+    indices, inside = windows
+    shape = (*inside.shape, *[1] * (x.ndim - axis - 1))
+    seen = jnp.where(inside.reshape(shape), jnp.take(x, indices, axis), 0)
+    counts = inside.sum(1).reshape(-1, *[1] * (x.ndim - axis - 1))
+    return jnp.sum(seen, axis + 1) / jnp.asarray(counts, x.dtype)
+
+
+def _means_of_slices(x: Array, axis: int, windows: Windows) -> Array:
+    """Computes each mean separately, so that the derivative adds arrays, and does not scatter."""
+    starts, counts = windows.indices.min(1), windows.inside.sum(1)
+    slices = (lax.slice_in_dim(x, start, start + n, axis=axis) for start, n in zip(starts, counts, strict=True))
+    return jnp.concatenate([jnp.mean(part, axis, keepdims=True) for part in slices], axis)
 
 
 def adaptive_avg_pool_backward(spatial: int, gradient: Array, x: Array) -> Array:

@@ -9,7 +9,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
+from jaxfn._torch.operations.derivative import apply_vjp
 from jaxfn._torch.operations.dims import along, axes
+from jaxfn._torch.operations.multilinear import multilinear
+from jaxfn._torch.operations.platforms import by_platform
 from jaxfn._torch.operations.promotion import result_type
 from jaxfn._torch.operations.table import data_movement, operation, register_all
 
@@ -179,9 +182,30 @@ def unfold(x: Array, dim: int, size: int, step: int) -> Array:
     """Returns windows of `size` elements along `dim`, `step` apart, as a new last axis."""
     if x.ndim == 0:
         return x.reshape(1)[:size]
-    starts = np.arange(0, x.shape[dim] - size + 1, step)
-    windows = jnp.take(x, starts[:, None] + np.arange(size), dim % x.ndim)
-    return jnp.moveaxis(windows, dim % x.ndim + 1, -1)
+    axis = dim % x.ndim
+
+    def take(x: Array) -> Array:
+        starts = np.arange(0, x.shape[axis] - size + 1, step)
+        return jnp.moveaxis(jnp.take(x, starts[:, None] + np.arange(size), axis), axis + 1, -1)
+
+    def join_blocks(x: Array) -> Array:
+        """Computes `take` from blocks of `step` elements, so that the derivative adds arrays, and does not scatter."""
+        count, per_window = (x.shape[axis] - size) // step + 1, -(-size // step)
+        blocks = count - 1 + per_window
+        rows = jnp.moveaxis(x, axis, -1)
+        surplus = (0, blocks * step - x.shape[axis], 0)
+        rows = lax.pad(rows, np.zeros((), x.dtype), [*[(0, 0, 0)] * (x.ndim - 1), surplus])
+        rows = rows.reshape(*rows.shape[:-1], blocks, step)
+        parts = [rows[..., i : i + count, :] for i in range(per_window)]
+        return jnp.moveaxis(jnp.concatenate(parts, -1)[..., :size], -2, axis)
+
+    def gradient_on_cpu(x: Array, gradient: Array) -> Array:
+        return apply_vjp(join_blocks, gradient, x)
+
+    def on_cpu(x: Array) -> Array:
+        return multilinear(take, [gradient_on_cpu], x)
+
+    return by_platform(on_cpu if 0 < size <= 16 * step else take, take, x)
 
 
 @data_movement("aten.as_strided", reads_storage=True)
