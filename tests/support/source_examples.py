@@ -348,6 +348,51 @@ def of_lower_triangles(x):
     return torch.linalg.cholesky(x).sum(0), torch.linalg.eigh(x)[0]
 
 
+def equation(z, x, weight):
+    return torch.tanh(z @ weight + x)
+
+
+@written(0.5 * normal(4, 3), 0.3 * normal(3, 3, seed=1))
+class FixedPoint(Function):
+    """Differentiates inside, by some inputs repeatedly; a value that is computed with the output is used later."""
+
+    @staticmethod
+    def forward(ctx, x, weight):
+        z = torch.zeros_like(x)
+        for _ in range(20):
+            z = equation(z, x, weight)
+        ctx.save_for_backward(z, x, weight)
+        return z
+
+    @staticmethod
+    def backward(ctx, grad_output):
+        z, x, weight = ctx.saved_tensors
+        with torch.enable_grad():
+            z = z.detach().requires_grad_()
+            x, weight = x.detach().requires_grad_(), weight.detach().requires_grad_()
+            # One step of the iteration.
+            scale = 1.0
+            y = equation(z, x, weight)
+        vector = grad_output
+        for _ in range(20):
+            vector = grad_output + torch.autograd.grad(y, z, vector, retain_graph=True)[0]
+        return torch.autograd.grad(y, (x, weight), scale * vector)
+
+
+@not_supported(r"it is not clear what autograd differentiates(.|\n)*torch.autograd.grad\(x.sin", normal(3))
+class UnclearGradient(Function):
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        return x.sin()
+
+    @staticmethod
+    def backward(ctx, grad_output):
+        x = ctx.saved_tensors[0].detach().requires_grad_()
+        with torch.enable_grad():
+            return torch.autograd.grad(x.sin(), x, grad_output)[0]
+
+
 def noise_like(x, scale=1.0):
     return torch.randn_like(x) * scale
 

@@ -19,6 +19,7 @@ from jaxfn._torch.source.source_file import FunctionNode, SourceFile, Span, boun
 from jaxfn._torch.source.spelling import NoRuleError, as_operand, fields, fill, parenthesize, parse_expression, select
 from jaxfn._torch.source.table import Argument, Entry, code_of, table
 from jaxfn._torch.source.typecheck import TemplateCheck, dtype_text
+from jaxfn._torch.source.vjp_regions import Region, names_of
 from jaxfn._torch.values.errors import TranslationError
 
 Site = tuple[str, Span]
@@ -108,6 +109,7 @@ class ExpressionRewriter:
         self._loops = 0
         self._removed_indent = 0
         self._replaced: dict[ast.expr, ast.expr] = {}
+        self._regions: list[Region] = []
         self._check = TemplateCheck(options.compares_values)
 
     # Errors and observations
@@ -605,7 +607,7 @@ class ExpressionRewriter:
         if not self._is_torch_call(call) or self._updated(call) is not None:
             return None
         name, arguments = self._callee(call)
-        if name not in table():
+        if name not in table() and name != "grad":
             return None
         text = self._apply(call, name, arguments, call.keywords)
         parsed = parse_expression(text)
@@ -707,6 +709,33 @@ class ExpressionRewriter:
             text = text if has_minus else f"({text}{',' * (len(sizes) == 1)})"
         template = f"expand({{x}}, {text})" if has_minus else f"jnp.broadcast_to({{x}}, {text})"
         return fill(self._options.spell(template), {"x": x.text})
+
+    def _call_grad(self, call: ast.Call, args: list[Argument], named: Mapping[Any, Argument]) -> str | None:
+        """Returns the derivatives of the statements that computed the outputs."""
+        region = next((r for r in self._regions if call in r.calls), None)
+        if region is None:
+            raise NoRuleError(
+                "it is not clear what autograd differentiates; write `x = x.detach().requires_grad_()`, then the "
+                "statements that compute y, then `torch.autograd.grad(y, x, grad_output)`"
+            )
+        weights = args[2] if len(args) > 2 else named.get("grad_outputs")
+        text = self._options.spell(f"jnp.ones_like({region.outputs[0]})") if weights is None else weights.text
+        is_single = len(region.outputs) == 1
+        if weights is not None and is_single == isinstance(weights.node, (ast.Tuple, ast.List)):
+            text = f"{as_operand(text)}[0]" if is_single else f"tuple({text})"
+        names = names_of((args[1] if len(args) > 1 else named["inputs"]).node)
+        pulled = f"{region.vjp}({text})"
+        if [*names] == [*region.inputs]:
+            return pulled
+        elements = [f"{pulled}[{region.inputs.index(name)}]" for name in names]
+        return f"({', '.join(elements)}{',' * (len(elements) == 1)})"
+
+    def _call_requires_grad_(self, call: ast.Call, args: list[Argument], named: Mapping[Any, Argument]) -> str | None:
+        """Returns the tensor of `x.detach().requires_grad_()`, a variable of autograd inside."""
+        node = args[0].node
+        if isinstance(node, ast.Call) and callee_name(node) == "detach":
+            return self._render(self._callee(node)[1][0])
+        return args[0].text
 
     def _call_copy(self, call: ast.Call, args: list[Argument], named: Mapping[Any, Argument]) -> str | None:
         """Returns `x.copy_(y)`, which is y if it has the shape and dtype of x."""

@@ -15,6 +15,7 @@ from jaxfn._torch.source.observe import ObservedTensor
 from jaxfn._torch.source.source_file import FunctionNode, SourceFile, Span, bound_names
 from jaxfn._torch.source.spelling import NoRuleError, fill
 from jaxfn._torch.source.typecheck import OtherValuesError
+from jaxfn._torch.source.vjp_regions import Region, find_regions
 
 Site = tuple[str, Span]
 
@@ -35,6 +36,7 @@ class FunctionRewriter(ExpressionRewriter):
     ) -> None:
         super().__init__(file, node, options, may_draw, in_numpy)
         self.edits: dict[Span, str] = {}
+        self._regions = find_regions(node, self._value)
 
     def run(self) -> None:
         """Fills `edits`.
@@ -70,11 +72,35 @@ class FunctionRewriter(ExpressionRewriter):
             is_docstring = isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Constant)
             is_declaration = isinstance(statement, (ast.Global, ast.Nonlocal))
             if is_docstring or is_declaration or self._ran(statement):
-                self._statement(statement)
+                region = next((r for r in self._regions if statement in r.statements), None)
+                if region is None:
+                    self._statement(statement)
+                else:
+                    self._in_region(region, statement)
             elif not isinstance(statement, _NO_BODY) or self._mentions_torch(statement):
                 start, end = self._file.span(statement)[0], self._file.span(body[-1])[1]
                 self.edits[start, end] = self._not_reached(statement)
                 return
+
+    def _in_region(self, region: Region, s: ast.stmt) -> None:
+        """Rewrites a statement as one of the function that `jax.vjp` differentiates."""
+        base = " " * (s.col_offset - self._removed_indent)
+        self._removed_indent -= 4
+        self._statement(s)
+        self._removed_indent += 4
+        assert s.end_lineno is not None
+        strings = [n for n in ast.walk(s) if isinstance(n, ast.Constant) and n.end_lineno != n.lineno]
+        for line in range(s.lineno, s.end_lineno + 1):
+            if not any(n.lineno < line <= (n.end_lineno or 0) for n in strings):
+                start, end = self._file.line_span(line, line)
+                indent = next((k for k, text in self.edits.items() if k[0] == start and not text), (start, start))
+                self.edits[indent] = "    " if indent[1] < end else ""  # Not of a line that was removed.
+                if s is region.statements[0] and line == s.lineno:
+                    self.edits[indent] = f"{base}{region.head()}\n{self.edits[indent]}"
+        if s is region.statements[-1]:
+            _, end = self._file.line_span(s.end_lineno, s.end_lineno)
+            lines = region.tail(self._options.spell("jax.vjp"))
+            self.edits[end, end] = "".join(f"{base}{line}\n" for line in lines)
 
     def _not_reached(self, statement: ast.stmt) -> str:
         line = f"{self._file.path.rpartition('/')[2]}, line {statement.lineno}"
@@ -110,7 +136,9 @@ class FunctionRewriter(ExpressionRewriter):
             self.edits[self._file.span(s)] = "pass"
         else:
             assert s.end_lineno is not None
-            self.edits[self._file.line_span(s.lineno, s.end_lineno)] = ""
+            start, end = self._file.line_span(s.lineno, s.end_lineno)
+            self.edits = {k: text for k, text in self.edits.items() if not start <= k[0] < end}
+            self.edits[start, end] = ""
 
     def _replace_expression(self, node: ast.expr | None) -> None:
         """Rewrites an expression of a statement that is not replaced as a whole."""
@@ -160,10 +188,11 @@ class FunctionRewriter(ExpressionRewriter):
             self._simple(s, call)
 
     def _assign(self, s: ast.Assign) -> None:
-        if isinstance(self._value(s.value), torch.device):
+        (target, *others) = s.targets
+        is_flag = isinstance(target, ast.Attribute) and target.attr == "requires_grad" and self._is_tensor(target.value)
+        if is_flag or isinstance(self._value(s.value), torch.device):
             self._remove(s)
             return
-        (target, *others) = s.targets
         if not others and isinstance(target, (ast.Subscript, ast.Attribute)) and self._writes_tensor(target):
             self._replace(s, self._set(target, s.value, None))
             return
@@ -190,7 +219,12 @@ class FunctionRewriter(ExpressionRewriter):
             return
         for x in s.targets:
             self._target(x)
-        self._simple(s, s.value)
+        is_same = isinstance(target, ast.Name) and not others and self._render(s.value) == target.id
+        if is_same and not self._before:
+            self._remove(s)
+        else:
+            self._before = []
+            self._simple(s, s.value)
 
     def _assign_elements(self, s: ast.Assign, targets: Sequence[ast.expr], elements: Sequence[str]) -> None:
         """Assigns results of a function one by one, without those that the code does not read."""
