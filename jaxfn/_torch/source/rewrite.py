@@ -155,7 +155,10 @@ class FunctionRewriter(ExpressionRewriter):
         if value is None:
             return
         text = self._render(value)
-        if self._before:
+        targets = s.targets if isinstance(s, ast.Assign) else []
+        if [text] == [x.id for x in targets if isinstance(x, ast.Name)] and len(targets) == 1 and not self._before:
+            self._remove(s)
+        elif self._before:
             segment = self._file.segment(s)
             start = self._file.span(value)[0] - self._file.span(s)[0]
             self._replace(s, segment.encode()[:start].decode() + text)
@@ -219,12 +222,7 @@ class FunctionRewriter(ExpressionRewriter):
             return
         for x in s.targets:
             self._target(x)
-        is_same = isinstance(target, ast.Name) and not others and self._render(s.value) == target.id
-        if is_same and not self._before:
-            self._remove(s)
-        else:
-            self._before = []
-            self._simple(s, s.value)
+        self._simple(s, s.value)
 
     def _assign_elements(self, s: ast.Assign, targets: Sequence[ast.expr], elements: Sequence[str]) -> None:
         """Assigns results of a function one by one, without those that the code does not read."""
