@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from typing import Any
 
 import jax
@@ -14,6 +13,8 @@ import jaxfn
 from tests.support.marks import cells, row
 
 torch = pytest.importorskip("torch")
+
+from tests.support.checked_function import Checked  # noqa: E402
 
 CASES: dict[str, Any] = {}
 
@@ -238,6 +239,12 @@ def ranked_by_a_list(x):
     return x[order] * torch.arange(len(x))
 
 
+@read_case()
+def listed_by_rows(x):
+    rows = torch.stack([x, x * 2]).tolist()
+    return torch.tensor([a if a > 0 else b for a, b in zip(*rows, strict=True)]) + 0 * x
+
+
 # --- Shapes that depend on values.
 
 
@@ -336,7 +343,7 @@ def in_jax(function: Any, x: Any) -> list[Any]:
 
 QUICK = """
     if_sum if_in_backward MasksGradient newton_square_root ImplicitFixedPoint retried numpy_in_backward numpy_written
-    mean_of_selected written_to_nonzero repeated scaled_by_item
+    listed_by_rows    mean_of_selected written_to_nonzero repeated scaled_by_item
 """
 
 
@@ -517,28 +524,6 @@ def test_python_functions_and_nested_functions_do_not_read():
 
 
 # --- Under `jax.jit`.
-
-
-def is_bad(x: Any) -> Any:
-    return not torch.isfinite(x).all()
-
-
-class Checked(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Any) -> Any:
-        if is_bad(x):
-            message = "not finite"
-            raise ValueError(message)
-        assert (x < 100).all() and not (x < -100).any(), "too large"
-        ctx.save_for_backward(x)
-        return x * x
-
-    @staticmethod
-    def backward(ctx: Any, g: Any) -> Any:
-        (x,) = ctx.saved_tensors
-        if g.isnan().any():
-            warnings.warn("NaN in the gradient", stacklevel=2)
-        return 2 * x * g
 
 
 @row("H21")

@@ -169,10 +169,15 @@ def _type(mode: TorchFunctionInterceptor, func: Any, args: Any, kwargs: Any) -> 
 
 @_handles(torch.Tensor.numpy, torch.Tensor.__array__, torch.Tensor.tolist, torch.Tensor.__format__)
 def _get_values(mode: TorchFunctionInterceptor, func: Any, args: Any, kwargs: Any) -> Any:
+    return read_values(mode.state, func, *args, **kwargs)
+
+
+def read_values(state: TraceState, func: Callable[..., Any], tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+    """Calls a method of tensors that returns values to Python code."""
     with without_functions():
-        tensor = mode.state.recorder.read(mode.state.lower(args[0]), "array")
+        tensor = state.recorder.read(state.lower(tensor), "array")
     with plain_torch():
-        return func(tensor.detach(), *args[1:], **kwargs)
+        return func(tensor.detach(), *args, **kwargs)
 
 
 @_handles(torch.tensor_split, torch.Tensor.tensor_split)

@@ -26,7 +26,7 @@ from jaxfn._torch.graph.source_lines import is_user_code, source_line
 from jaxfn._torch.trace.autograd_nodes import GradFn
 from jaxfn._torch.trace.detach import mark_detached
 from jaxfn._torch.trace.function_apply import apply_in_trace, look_up_attribute
-from jaxfn._torch.trace.interception import detach_in_place
+from jaxfn._torch.trace.interception import detach_in_place, read_values
 from jaxfn._torch.trace.jax_function_node import call_replacement
 from jaxfn._torch.trace.module_hooks import check_no_backward_hooks
 from jaxfn._torch.trace.state import ACTIVE, LEAF, TraceState
@@ -159,6 +159,11 @@ def _get_data(state: TraceState, original: Callable[..., torch.Tensor], tensor: 
         return mark_detached(original(tensor), by_data=True)
     with state.recorder.stopping_gradients():
         return original(tensor)
+
+
+def _to_list(state: TraceState, original: Callable[..., Any], tensor: torch.Tensor) -> Any:
+    """Implements `tolist()`, which torch would split into reads of single elements."""
+    return read_values(state, torch.Tensor.tolist, tensor)
 
 
 def _make_leaf(tensor: torch.Tensor, requires_grad: bool) -> torch.Tensor:
@@ -308,6 +313,7 @@ _PATCHES = [
     _Patch(_compat.APPLY_CLASS, "apply", _patch_apply),
     *(_Patch(kind, "__call__", _dispatching(_run_script)) for kind in _compat.SCRIPT_TYPES),
     _Patch(_compat.FunctionalTensor, "cuda", _dispatching(_return_tensor)),  # torch's method initializes CUDA first.
+    _Patch(_compat.FunctionalTensor, "tolist", _dispatching(_to_list)),
     _Patch(_compat.FunctionalTensor, "detach_", _dispatching(detach_in_place)),
     _Patch(_compat.FunctionalTensor, "data", _dispatching_property(_get_data)),
     _Patch(torch, "detach_", _dispatching(detach_in_place)),
