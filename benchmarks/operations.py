@@ -64,6 +64,18 @@ def _mean_of_windows(size: int, stride: int, padding: int, x: jax.Array) -> jax.
     return lax.reduce_window(x, np.float32(0), lax.add, window, strides, pads) / size**axes
 
 
+def _mean_of_adaptive_windows(count: int, x: jax.Array) -> jax.Array:
+    for axis in range(2, x.ndim):
+        n = x.shape[axis]
+        slices = [lax.slice_in_dim(x, i * n // count, -(-(i + 1) * n // count), axis=axis) for i in range(count)]
+        x = jnp.concatenate([part.mean(axis, keepdims=True) for part in slices], axis)
+    return x
+
+
+def _windows(size: int, step: int, x: jax.Array) -> jax.Array:
+    return x[..., np.arange(0, x.shape[-1] - size + 1, step)[:, None] + np.arange(size)]
+
+
 def _layer_norm(x: jax.Array, weight: jax.Array, bias: jax.Array) -> jax.Array:
     return jax.nn.standardize(x, epsilon=1e-5) * weight + bias
 
@@ -79,6 +91,18 @@ WORKLOADS = (
         ((2, 16, 24, 32, 32),),
     ),
     Workload(
+        "adaptive_avg_pool2d, 5",
+        lambda nn, x: nn.adaptive_avg_pool2d(x, 5),
+        partial(_mean_of_adaptive_windows, 5),
+        ((8, 32, 56, 56),),
+    ),
+    Workload(
+        "conv2d, 1x1",
+        lambda nn, x, w: nn.conv2d(x, w),
+        partial(_convolution, 1, 0, 1),
+        ((8, 64, 28, 28), (128, 64, 1, 1)),
+    ),
+    Workload(
         "conv2d, 3x3",
         lambda nn, x, w: nn.conv2d(x, w, padding=1),
         partial(_convolution, 1, 1, 1),
@@ -89,6 +113,12 @@ WORKLOADS = (
         lambda nn, x, w: nn.conv2d(x, w, padding=1, groups=4),
         partial(_convolution, 1, 1, 4),
         ((8, 64, 32, 32), (64, 16, 3, 3)),
+    ),
+    Workload(
+        "conv2d, 32 groups",
+        lambda nn, x, w: nn.conv2d(x, w, padding=1, groups=32),
+        partial(_convolution, 1, 1, 32),
+        ((8, 128, 28, 28), (128, 4, 3, 3)),
     ),
     Workload(
         "conv2d, depthwise",
@@ -134,7 +164,11 @@ WORKLOADS = (
     ),
     Workload("sort", lambda nn, x: x.sort(-1)[0], lambda x: jnp.sort(x, -1), ((1000, 256),)),
     Workload("topk, 50 of 32,000", lambda nn, x: x.topk(50)[0], lambda x: lax.top_k(x, 50)[0], ((8, 32000),)),
+    Workload("median", lambda nn, x: x.median(-1)[0], lambda x: jnp.sort(x, -1)[:, 499], ((64, 1000),)),
+    Workload("unfold", lambda nn, x: x.unfold(-1, 16, 8).clone(), partial(_windows, 16, 8), ((512, 1024),)),
     Workload("cumsum", lambda nn, x: x.cumsum(-1), lambda x: jnp.cumsum(x, -1), ((1000, 256),)),
+    Workload("cumprod", lambda nn, x: x.cumprod(0), lambda x: jnp.cumprod(x, 0), ((256, 1000),)),
+    Workload("cummax", lambda nn, x: x.cummax(-1)[0], lambda x: lax.cummax(x, axis=1), ((1000, 256),)),
 )
 
 
