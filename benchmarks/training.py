@@ -1,9 +1,10 @@
 """Whole torch models: the compiled training step of the converted module, and of an equal network in flax NNX.
 
 Also torch's own step, eagerly and by `torch.compile`. Compilation is measured separately from the stages before it:
-tracing by torch, translation, and tracing by JAX. Operations and bytes are XLA's estimates, which count the body of a
-loop once: for the LSTM they say little, as torch multiplies all inputs by their weights before the loop, and flax
-inside it. So the operations of matrix products and convolutions are counted too, in a loop as often as it runs.
+tracing by torch, which includes the translation, and tracing and lowering by JAX. Operations and bytes are XLA's
+estimates, which count the body of a loop once: for the LSTM they say little, as torch multiplies all inputs by their
+weights before the loop, and flax inside it. So the operations of matrix products and convolutions are counted too, in a
+loop as often as it runs.
 
 A peak includes copies of kernels if XLA requires another order of axes than the network's: on a CPU it requires flax's.
 """
@@ -14,6 +15,7 @@ import importlib
 import statistics
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from types import ModuleType
 from typing import Any
 
@@ -112,7 +114,7 @@ class Result:
 
 
 _COUNTED = {"flops": "operations", "flops of products": "operations", "bytes accessed": "bytes", "peak memory": "bytes"}
-_STAGES = ("before compiling", "compiling")
+_STAGES = ("before compiling", "traced by torch", "traced by JAX", "compiling")
 
 
 def header() -> str:
@@ -144,10 +146,11 @@ def _module(name: str, library: str) -> ModuleType | None:
 
 def _measure(model: Model, in_torch: ModuleType, in_flax: ModuleType | None, rounds: int) -> Iterator[Result]:
     module = _torch_model(model, in_torch)
-    steps: dict[str, tuple[Callable[..., Any], tuple[Any, ...]]] = {ADOPTED: _adopted(model, module)}
+    net = jaxfn.from_torch(module)
+    steps: dict[str, tuple[Callable[..., Any], tuple[Any, ...]]] = {ADOPTED: _adopted(model, net)}
     if in_flax is not None:
         steps[NATIVE] = _native(model, in_flax, module)
-    before: dict[str, float | None] = {}
+    before: dict[str, float] = {}
     compiling: dict[str, float | None] = {}
     compiled: dict[str, Any] = {}
     for form, (step, args) in steps.items():
@@ -155,7 +158,7 @@ def _measure(model: Model, in_torch: ModuleType, in_flax: ModuleType | None, rou
         before[form] = seconds(lambda step=step, args=args, to=lowered: to.append(jax.jit(step).lower(*args)))
         compiling[form] = seconds(lambda form=form, of=lowered: compiled.update({form: of[0].compile()}))
     calls: dict[str, Callable[[], Any]] = {
-        form: lambda f=compiled[form], args=args: jax.block_until_ready(f(*args)) for form, (_, args) in steps.items()
+        form: partial(_finished, compiled[form], args) for form, (_, args) in steps.items()
     }
     losses = {form: float(call()[0]) for form, call in calls.items()}
     if jax.default_backend() == "cpu":
@@ -172,8 +175,20 @@ def _measure(model: Model, in_torch: ModuleType, in_flax: ModuleType | None, rou
     products = {form: float(flops_of_products(step, *args)) for form, (step, args) in steps.items()}
     yield Result(model.name, "flops of products", products)
     yield Result(model.name, "peak memory", {form: peak_memory(f) for form, f in compiled.items()})
-    yield Result(model.name, "before compiling", before)
+    yield from _before_compiling(model.name, before, seconds(partial(net.explain, model.batch()[0])))
     yield Result(model.name, "compiling", compiling)
+
+
+def _before_compiling(model: str, before: Mapping[str, float], by_torch: float) -> Iterator[Result]:
+    """Yields the time before compiling, and its two parts: the trace by torch, and what JAX does with its result."""
+    yield Result(model, "before compiling", before)
+    yield Result(model, "traced by torch", {ADOPTED: by_torch})
+    yield Result(model, "traced by JAX", {**before, ADOPTED: before[ADOPTED] - by_torch})
+
+
+def _finished(step: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+    """Calls a step, and waits for its results."""
+    return jax.block_until_ready(step(*args))
 
 
 def _torch_model(model: Model, in_torch: ModuleType) -> Any:
@@ -190,12 +205,13 @@ def _loss(scores: jax.Array, labels: jax.Array) -> jax.Array:
 
 
 def _updated(parameters: Any, gradients: Any) -> Any:
-    return jax.tree.map(lambda p, g: p - _RATE * g, parameters, gradients)
+    def updated(parameter: Any, gradient: Any) -> Any:
+        return parameter - _RATE * gradient
+
+    return jax.tree.map(updated, parameters, gradients)
 
 
-def _adopted(model: Model, module: Any) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-    net = jaxfn.from_torch(module)
-
+def _adopted(model: Model, net: Any) -> tuple[Callable[..., Any], tuple[Any, ...]]:
     def step(parameters: Any, buffers: Any, inputs: jax.Array, labels: jax.Array) -> tuple[Any, ...]:
         def loss(parameters: Any) -> tuple[jax.Array, Any]:
             scores, moved = net.apply(parameters, buffers, inputs)
@@ -245,7 +261,7 @@ def _in_torch(model: Model, module: Any, called: Any) -> Callable[[], float]:
         gradients = torch.autograd.grad(loss, list(module.parameters()))
         with torch.no_grad():
             for parameter, gradient in zip(module.parameters(), gradients, strict=True):
-                parameter - _RATE * gradient
+                _ = parameter - _RATE * gradient
         return loss.item()
 
     return step

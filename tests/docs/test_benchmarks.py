@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from benchmarks import pages, plots, saved, suite
+from benchmarks import pages, plots, saved, suite, training
 from benchmarks.environment import environment, processor
 from benchmarks.functions import hand_written, in_jaxfn
 from benchmarks.products import flops_of_products
@@ -121,6 +121,16 @@ def test_traces_are_measured_in_each_form(monkeypatch):
     assert [row.measurement for row in rows] == ["trace", "lower", "compile"]
     assert rows[0].samples.keys() == {"jaxfn", "hand-written"} and all(len(s) == 2 for s in rows[0].samples.values())
     assert all(value > 0 for value in rows[0].medians.values())
+
+
+@slow
+def test_the_time_before_compiling_is_split_into_that_of_torch_and_that_of_jax(monkeypatch):
+    pytest.importorskip("torch")
+    monkeypatch.setattr(training, "MODELS", (training.Model("GPT", (20, 8, 16, 2, 1), (2, 8), tokens=20),))
+    monkeypatch.setattr(training, "_compiled", lambda model, module: None)
+    seconds = {row.measurement: row.values.get("from_torch") for row in training.run(1) if row.is_met is None}
+    parts = seconds["traced by torch"], seconds["traced by JAX"]
+    assert min(parts) > 0 and sum(parts) == pytest.approx(seconds["before compiling"])
 
 
 def test_products_in_loops_are_counted_as_often_as_they_run():
