@@ -4,6 +4,7 @@ import dataclasses
 import functools
 import re
 import threading
+import types
 import warnings
 from collections import OrderedDict, namedtuple
 from concurrent.futures import ThreadPoolExecutor
@@ -1478,6 +1479,143 @@ def test_functions_that_draw_and_what_they_close_over():
     assert scaled(jnp.ones(())) == 2
     factor[0] = 3.0
     assert scaled(jnp.ones(())) == 3
+
+
+class Scale(nn.Module):
+    def __init__(self, factor):
+        super().__init__()
+        self.factor = factor
+
+    def forward(self, x):
+        self.last = x.shape
+        return x * self.factor if self.training else -x
+
+
+class Unregistered(nn.Module):
+    """Has modules that torch does not register, and itself, in containers and a plain object."""
+
+    def __init__(self):
+        super().__init__()
+        self.listed, self.table = [Scale(2.0), self], {"a": (Scale(3.0),)}
+        self.plain = types.SimpleNamespace(inner=nn.Sequential(Scale(5.0)))
+
+    def forward(self, x):
+        return self.listed[0](x) + 10 * self.table["a"][0](x) + 100 * self.plain.inner(x)
+
+
+@row("I2", "I4")
+def test_attributes_of_modules_that_are_not_registered_are_read_and_restored():
+    module = Unregistered()
+    net = jaxfn.from_torch(module)
+    changes = {
+        "nothing": lambda: None,
+        "in a list": lambda: setattr(module.listed[0], "factor", 7.0),
+        "mode": lambda: module.table["a"][0].eval(),
+        "in an object": lambda: setattr(module.plain.inner[0], "factor", 0.5),
+        "a part": lambda: module.plain.inner.append(Scale(0.25)),
+    }
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", ".*changes the attribute last of listed")
+        for name, change in changes.items():
+            change()
+            got = net.apply(net.parameters, net.buffers, jnp.ones(2))[0]
+            assert not hasattr(module.listed[0], "last") and not hasattr(module.plain.inner[0], "last"), name
+            np.testing.assert_array_equal(got, module(torch.ones(2)), name)
+            del module.listed[0].last, module.plain.inner[0].last
+
+
+@row("I4")
+def test_numbers_in_attributes_are_distinguished_by_type_and_sign():
+    module = Scale(1)
+    net = jaxfn.from_torch(module)
+    integers = torch.arange(3)
+    for factor in (1, 1.0, True, 0.0, -0.0):
+        module.factor = factor
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", ".*changes the attribute last")
+            got = net(jnp.arange(3))
+        wanted = module(integers)
+        assert jnp.issubdtype(got.dtype, jnp.floating) == wanted.is_floating_point()
+        np.testing.assert_array_equal(jnp.signbit(got.astype(float)), torch.signbit(wanted.float()))
+
+
+READ = types.ModuleType("read")
+NUMBERS, TENSOR = [2.0], torch.tensor(2.0)
+
+
+class Numbers:
+    value = 2.0
+
+
+def by_global(x):
+    return x * NUMBERS[0]
+
+
+def by_function(x):
+    return (lambda y: [by_global][0](y))(x)
+
+
+def by_tensor(x):
+    return x * TENSOR
+
+
+def by_class(x):
+    return x * Numbers.value
+
+
+def by_module(x):
+    return x * READ.value
+
+
+def by_attribute(x):
+    return x * by_attribute.value
+
+
+def by_default(x, factor=NUMBERS):
+    return x * factor[0]
+
+
+def set_numbers(value):
+    NUMBERS[0] = Numbers.value = READ.value = by_attribute.value = value
+    TENSOR.fill_(value)
+
+
+@row("I6")
+@pytest.mark.parametrize(
+    "function",
+    [by_global, by_function, by_tensor, by_class, by_module, by_attribute, by_default, Numbers],
+    ids=lambda function: function.__name__,
+)
+def test_a_function_reads_what_may_change_in_every_call(function):
+    if function is Numbers:
+        local = NUMBERS
+        function = functools.partial(lambda x, y: x * local[0] + y, y=TENSOR)
+    converted = jaxfn.from_torch(function)
+    for value in (2.0, 3.0, 0.0, -0.0):
+        set_numbers(value)
+        got, expected = converted(jnp.full(2, 5.0)), function(torch.full((2,), 5.0))
+        np.testing.assert_array_equal(got, expected)
+        np.testing.assert_array_equal(jnp.signbit(got), torch.signbit(expected))
+
+
+def traced_aloud(x, factor=3.0):
+    print("traced")
+    return torch.sin(x) * NUMBERS[0] * factor * TENSOR
+
+
+@row("I6")
+def test_a_function_is_traced_once_for_equal_shapes_and_captured_values(capsys):
+    set_numbers(2.0)
+    converted = jaxfn.from_torch(traced_aloud)
+    for call in (converted, converted, jax.jit(converted), jax.grad(lambda x: converted(x).sum())):
+        call(jnp.ones(2))
+    jax.vmap(converted)(jnp.ones((3, 2)))
+    assert capsys.readouterr().out.count("traced") == 1
+    converted(jnp.ones(3))
+    converted(jnp.ones(2), factor=2.0)
+    set_numbers(7.0)
+    converted(jnp.ones(2))
+    assert capsys.readouterr().out.count("traced") == 3
 
 
 @row("I6")

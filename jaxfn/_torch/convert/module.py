@@ -10,7 +10,7 @@ import types
 import warnings
 import weakref
 from collections import OrderedDict
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, cast
 
 import jax
@@ -233,7 +233,7 @@ class ConvertedModule(Opaque):
             names, gradient_strides_source=gradient_source, backward_guard=self._backward_guard
         )
         _forbid_aliased_mutations(state.recorder, tensors, own_tensors)
-        state.module_names = {id(part): name for name, part in module.named_modules()}
+        state.module_names = {id(part): name for name, part in _parts(module).items()}
         state.module_tensors = ModuleTensors(tensors, self._reparametrize_locked)
         parameter_nodes = {name: state.recorder.node(state.lower(tensors[name])) for name in parameters}
         with self._reparametrize(tensors):
@@ -260,7 +260,7 @@ class ConvertedModule(Opaque):
         """
         code, values, recorder = self._callable.code.name, _state_by_name(self.torch_module), state.recorder
         constants = {_TensorKey(id(x), has_nonstandard_strides(x)): x for x in recorder.constants.values()}
-        parts = {id(part): part for part in self.torch_module.modules()}
+        parts = {id(part): part for part in _parts(self.torch_module).values()}
         passed_on = {
             f"the attribute {name} of {state.describe_module(parts[key])}"
             for (key, name), access in state.first_access.items()
@@ -313,7 +313,7 @@ class ConvertedModule(Opaque):
         """Replaces the module's tensors by others, and sets its mode; restores all attributes."""
         own = _tensors(self.torch_module)
         replaced = {id(own[name]): tensor for name, tensor in tensors.items()}
-        parts = dict(self.torch_module.named_modules())
+        parts = _parts(self.torch_module)
         before = [(part, _copy_attributes(vars(part)), script_attributes(part)) for part in parts.values()]
         try:
             for path, part in parts.items():
@@ -534,11 +534,49 @@ def _restore(container: Any, saved: _Container) -> Any:
     return saved.original
 
 
+def _parts(module: torch.nn.Module) -> dict[str, torch.nn.Module]:
+    """Returns a module and all modules that it reaches by attributes, by name.
+
+    torch does not register those in lists, dicts and plain objects, so they are in no `named_modules()`.
+    """
+    parts = list(module.named_modules())
+    known = {id(part) for _, part in parts}
+    for path, part in parts:  # The list grows.
+        for name, value in vars(part).items():
+            if name in ("_modules", "_parameters", "_buffers"):
+                continue
+            for inner_path, inner in _modules_in(value, f"{path}.{name}" if path else name):
+                new = [(p, x) for p, x in inner.named_modules(prefix=inner_path) if id(x) not in known]
+                known |= {id(x) for _, x in new}
+                parts += new
+    return dict(parts)
+
+
+def _modules_in(value: Any, path: str, enclosing: tuple[int, ...] = ()) -> Iterator[tuple[str, torch.nn.Module]]:
+    """Yields the modules in containers and plain objects, recursively, with their names."""
+    if isinstance(value, torch.nn.Module):
+        yield path, value
+        return
+    if isinstance(value, (*_BY_VALUE, torch.Tensor, np.ndarray)) or id(value) in enclosing:
+        return
+    items: Iterable[tuple[Any, Any]] = ()
+    if isinstance(value, dict):
+        items = cast(dict[Any, Any], value).items()
+    elif isinstance(value, (list, tuple, set)):
+        items = enumerate(cast(Iterable[Any], value))
+    elif (fields := _fields(value, enclosing)) is not None:
+        items = fields.items()
+    for name, item in items:
+        yield from _modules_in(item, f"{path}[{name!r}]", (*enclosing, id(value)))
+
+
 def _state_key(module: torch.nn.Module) -> tuple[Any, ...]:
     """Returns a key of a module's attributes except tensors: modes, numbers and strings by value, objects by
     identity.
     """
-    return tuple((IdentityKey(part), *map(_attribute_key, _attributes(part).items())) for part in module.modules())
+    return tuple(
+        (IdentityKey(part), *map(_attribute_key, _attributes(part).items())) for part in _parts(module).values()
+    )
 
 
 def _attributes(part: torch.nn.Module) -> dict[str, Any]:
@@ -553,7 +591,7 @@ _BY_VALUE = (bool, int, float, complex, str, bytes, type(None))
 def _state_by_name(module: torch.nn.Module) -> dict[str, Any]:
     """Returns the attributes of a module and its submodules by their names in messages, and its tensors' identities."""
     found: dict[str, Any] = {}
-    for path, part in module.named_modules():
+    for path, part in _parts(module).items():
         where = f"of {path or 'the module'} ({type(part).__name__})"
         attributes = {**_attributes(part), "_parameters": None, "_buffers": None}
         found |= {f"the attribute {name} {where}": value for name, value in attributes.items()}
@@ -582,6 +620,8 @@ class _TensorKey(NamedTuple):
 
 
 def _attribute_key(value: Any, enclosing: tuple[int, ...] = ()) -> Any:
+    if isinstance(value, (float, complex)):
+        return type(value), repr(value)  # tells -0.0 from 0.0
     if isinstance(value, _BY_VALUE):
         return type(value), value
     if isinstance(value, (tuple, list)):
@@ -595,7 +635,8 @@ def _attribute_key(value: Any, enclosing: tuple[int, ...] = ()) -> Any:
     fields = cast(dict[Any, Any], value) if isinstance(value, dict) else _fields(value, enclosing)
     if fields is not None:
         own = dict if isinstance(value, dict) else IdentityKey(value)
-        return own, *((name, _attribute_key(item, (*enclosing, id(value)))) for name, item in fields.items())
+        items = ((_attribute_key(name), _attribute_key(x, (*enclosing, id(value)))) for name, x in fields.items())
+        return own, *items
     if not isinstance(value, torch.Tensor):
         return IdentityKey(value)
     # A computed tensor, such as a weight that a hook makes, is computed again by every forward.

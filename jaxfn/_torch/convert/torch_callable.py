@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import inspect
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, cast
 
 import jax
@@ -26,7 +26,7 @@ from jaxfn._torch.trace.state import TraceConfig, TraceState
 from jaxfn._torch.values.arrays import torch_dtype
 from jaxfn._torch.values.errors import DataDependentError, TranslationError
 from jaxfn._torch.values.flatten import FlatTensors, flatten_tensors, slots, unflatten_tensors
-from jaxfn._torch.values.trace_cache import LRUCache, static_key
+from jaxfn._torch.values.trace_cache import LRUCache, capture_key
 from jaxfn._tree import as_array, is_array_leaf
 
 # The number of traces that are cached for one callable.
@@ -139,23 +139,23 @@ class TorchCallable:
         self._traces = LRUCache[TracedCallable](_MAX_TRACES)
 
     def trace(
-        self, arguments: tuple[Any, ...], num_parameter_args: int, state: Any
+        self, arguments: tuple[Any, ...], num_parameter_args: int, state: Hashable | None
     ) -> tuple[TracedCallable, Sequence[Any]]:
         """Returns the trace for these arguments, and the arrays in them.
 
         Args:
           arguments: The arguments of `function`: pytrees of arrays and other values.
           num_parameter_args: The number of arguments, from the first, whose arrays require a gradient.
-          state: A key of everything else that the code's behaviour depends on.
+          state: A key of everything else that the code's behaviour depends on; `None` if there is none.
         """
         request = self._make_request(arguments, num_parameter_args)
-        template = request.arguments.template, tuple(request.are_parameters), state
+        template = request.arguments.template, tuple(request.are_parameters)
 
         def trace(specs: Sequence[TensorSpec], answerer: Answerer) -> TracedCallable:
             return request._replace(specs=specs)(answerer)
 
         try:
-            traced = TraceLookup(self.code.name, self._traces, template, request.specs, trace).get()
+            traced = TraceLookup(self.code.name, self._traces, template, request.specs, trace, state=state).get()
         except DataDependentError as error:
             _, reads = _trace_with_assumed_values(request)
             if len(reads) < 2:
@@ -345,7 +345,7 @@ def convert_callable(function: Callable[..., Any], config: TraceConfig) -> Calla
     def converted(*args: Any, **kwargs: Any) -> Any:
         key = kwargs.pop(code.key_name, None)
         signature.bind(*args, **kwargs)
-        traced, arrays = torch_callable.trace((args, kwargs), 0, _capture_key(function))
+        traced, arrays = torch_callable.trace((args, kwargs), 0, capture_key(function))
         return traced.run(arrays, key)
 
     parameters = list(with_key(list(signature.parameters.values()), code.key_name))
@@ -366,11 +366,3 @@ def _signature_of(function: Callable[..., Any]) -> inspect.Signature:
     except ValueError:
         kinds = {"args": inspect.Parameter.VAR_POSITIONAL, "kwargs": inspect.Parameter.VAR_KEYWORD}
         return inspect.Signature([inspect.Parameter(name, kind) for name, kind in kinds.items()])
-
-
-def _capture_key(function: Callable[..., Any]) -> Any:
-    """Returns a key of what a function captures; a new object, which equals no other, if that may change."""
-    try:
-        return static_key(function)
-    except TypeError:
-        return object()

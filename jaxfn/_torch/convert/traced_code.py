@@ -7,7 +7,7 @@ import dataclasses
 import functools
 import re
 import warnings
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Hashable, Mapping, Sequence
 from typing import Any, Generic, NamedTuple, TypeVar
 
 import jax
@@ -645,6 +645,7 @@ class TraceLookup(NamedTuple, Generic[_T]):
       trace: Traces the code for such arrays.
       needs_input_grad: One flag for each input of `forward`, of a Function.
       warn: Warns once.
+      state: A key of everything else that the trace depends on; `None` if there is none.
     """
 
     name: str
@@ -654,6 +655,7 @@ class TraceLookup(NamedTuple, Generic[_T]):
     trace: Callable[[Sequence[TensorSpec], Answerer], _T]
     needs_input_grad: tuple[bool, ...] = ()
     warn: Callable[[str], None] = warnings.warn
+    state: Hashable | None = ()
 
     def get(self) -> _T:
         """Returns a trace of code that reads no values of traced tensors. Raises if the code does."""
@@ -707,9 +709,10 @@ class TraceLookup(NamedTuple, Generic[_T]):
     def _key(self) -> Any:
         """Returns the key in the cache; `None` if the arguments have none."""
         try:
-            return static_key(self.template), tuple(self.specs), torch_settings_key()
+            arguments = static_key(self.template)
         except TypeError:
             return None
+        return None if self.state is None else (arguments, self.state, tuple(self.specs), torch_settings_key())
 
     def _trace(self, key: Any, answerer: Answerer) -> _T:
         """Traces the code, and caches the trace if there is a key.

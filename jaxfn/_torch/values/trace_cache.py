@@ -94,6 +94,74 @@ def _key(value: Any) -> Hashable:
     return key
 
 
+def capture_key(function: Callable[..., Any]) -> Hashable | None:
+    """Returns a key of everything except its arguments that a Python function reads; `None` if there is none.
+
+    The function, and those that it captures or names, read their closures, defaults, attributes and globals.
+    """
+    functions: list[types.FunctionType] = []
+
+    def comparable(value: Any) -> Any:
+        if isinstance(value, (tuple, list)):
+            return type(value), *map(comparable, cast(list[Any], value))
+        if isinstance(value, dict):
+            return dict, *((name, comparable(item)) for name, item in cast(dict[Any, Any], value).items())
+        if isinstance(value, functools.partial):
+            return functools.partial, comparable((value.func, value.args, value.keywords))
+        if isinstance(value, torch.Tensor):
+            return _tensor_key(value)
+        if _is_constant(value) or (isinstance(value, type) and issubclass(value, torch.autograd.Function)):
+            return IdentityKey(value)
+        if isinstance(value, (type, types.ModuleType)):
+            raise TypeError(f"the attributes of {value.__name__} may change")
+        if not isinstance(value, types.FunctionType):
+            return value
+        if value not in functions:
+            functions.append(value)
+        return types.FunctionType, functions.index(value)
+
+    def read_by(function: types.FunctionType) -> Hashable:
+        return function.__code__, static_key(comparable(_values_read_by(function)))
+
+    try:
+        own = static_key(comparable(function))
+        return own, *[read_by(x) for x in functions]  # The list grows during the iteration.
+    except (TypeError, ValueError, RecursionError):  # A variable without a value yet, a list that contains itself.
+        return None
+
+
+def _tensor_key(tensor: torch.Tensor) -> Hashable:
+    """Returns a key of a captured tensor except for its values, which are read at each call."""
+    is_plain = type(tensor) in (torch.Tensor, torch.nn.Parameter) and tensor.layout is torch.strided
+    if not is_plain or tensor.grad_fn is not None:
+        raise TypeError("only plain tensors are compared")
+    return IdentityKey(tensor), tuple(tensor.shape), tensor.stride(), tensor.dtype, tensor.requires_grad
+
+
+def _values_read_by(function: types.FunctionType) -> tuple[Any, ...]:
+    """Returns what a function reads: its closure, defaults, attributes, and the globals that its code names."""
+    names, pending = set[str](), [function.__code__]
+    while pending:
+        code = pending.pop()
+        names.update(code.co_names)
+        pending += [constant for constant in code.co_consts if isinstance(constant, types.CodeType)]
+    cells = [cell.cell_contents for cell in function.__closure__ or ()]
+    global_values = {name: function.__globals__[name] for name in sorted(names) if name in function.__globals__}
+    defaults = function.__defaults__, function.__kwdefaults__
+    return id(function.__globals__), cells, defaults, dict(vars(function)), global_values
+
+
+def _is_constant(value: Any) -> bool:
+    """Whether a value is a module, function or class of a package that does not change."""
+    if not isinstance(value, (types.ModuleType, types.FunctionType, type)):
+        return False
+    module = value.__name__ if isinstance(value, types.ModuleType) else value.__module__
+    return str(module).partition(".")[0] in _CONSTANT_PACKAGES
+
+
+_CONSTANT_PACKAGES = frozenset({"torch", "numpy", "builtins", "math", "operator", "functools", "itertools", "typing"})
+
+
 class LRUCache(Generic[_T]):
     """A thread-safe cache of the values of the most recently used keys, several of each."""
 
