@@ -288,6 +288,22 @@ class SinglePrecisionMasks(Function):
         return grad_output * mask * weight, None
 
 
+@written(normal(2, 5))
+class Chunks(Function):
+    """Chunks of unequal length; a sum in single precision."""
+
+    @staticmethod
+    def forward(ctx, x):
+        total = torch.zeros(2, 2)
+        for chunk in x.chunk(3, dim=1):
+            total += chunk.sum(dim=1, keepdim=True)
+        return total
+
+    @staticmethod
+    def backward(ctx, grad_output):
+        return grad_output.sum(dim=1, keepdim=True).expand(-1, 5)
+
+
 @written(normal(3, 4), "tanh")
 class FunctionsByName(Function):
     @staticmethod

@@ -262,8 +262,10 @@ class FunctionRewriter(ExpressionRewriter):
             value = self._render(s.value)
             operation = ast.BinOp(ast.Name("x", ast.Load()), s.op, ast.Name("y", ast.Load()))
             template = ast.unparse(operation).replace("x", "{x}").replace("y", "{y}")
-            cast = self._check.cast(template, {"x": before[0], "y": self._value(s.value)}, before[0])
-            if cast:
+            values = [(f(target), f(s.value)) for f in (self._value, self._value_in_double)]
+            if any(
+                isinstance(x, ObservedTensor) and self._check.cast(template, {"x": x, "y": y}, x) for x, y in values
+            ):
                 text = fill(template, {"x": target.id, "y": value})
                 self._replace(s, f"{target.id} = ({text}).astype({target.id}.dtype)")
                 return
