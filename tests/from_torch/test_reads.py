@@ -696,3 +696,14 @@ def test_the_first_element_of_any_strides():
         np.testing.assert_array_equal(jaxfn.from_torch(net)(jnp.ones(1)), net(torch.ones(1)).detach())
     with pytest.raises(jaxfn.TranslationError, match="reads memory by strides"):
         jaxfn.from_torch(Strided((2,), (1,)))(jnp.ones(2))
+
+
+@row("H20")
+def test_a_course_without_x64_is_not_taken_with_it():
+    """An int64 among the reads has twice the bytes there."""
+    F = jaxfn.from_torch(simple(lambda x: x * (int((x > 0).sum()) + 10 * int((x > 5).sum())), lambda x, g: g))
+    for is_on in (False, True, False):
+        with jax.enable_x64(is_on):
+            for values, factor in (([1, -1, -1], 1), ([6, 7, 8], 33), ([6, -1, -1], 11)):
+                x = jnp.array(values, np.float32)
+                np.testing.assert_array_equal(F.apply(x), factor * x)

@@ -36,6 +36,7 @@ from jaxfn._torch.graph.targets import draws_random_numbers
 from jaxfn._torch.trace.leaks import checking_leaks, may_overlap
 from jaxfn._torch.trace.scope import outside_trace, trace_scope
 from jaxfn._torch.trace.state import ACTIVE, TraceState
+from jaxfn._torch.values.arrays import jax_dtype
 from jaxfn._torch.values.errors import DataDependentError, TranslationError
 from jaxfn._torch.values.flatten import Slot, flatten_tensors, slots, unflatten_tensors
 from jaxfn._torch.values.trace_cache import LRUCache, static_key, torch_settings_key
@@ -712,7 +713,10 @@ class TraceLookup(NamedTuple, Generic[_T]):
             arguments = static_key(self.template)
         except TypeError:
             return None
-        return None if self.state is None else (arguments, self.state, tuple(self.specs), torch_settings_key())
+        if self.state is None:
+            return None
+        integers = jax_dtype(torch.int64)  # The dtypes of what was read depend on x64.
+        return arguments, self.state, tuple(self.specs), torch_settings_key(), integers
 
     def _trace(self, key: Any, answerer: Answerer) -> _T:
         """Traces the code, and caches the trace if there is a key.

@@ -23,7 +23,7 @@ from jax import lax
 from torch.fx import Graph, Node
 
 from jaxfn._compat import elements_under_vmaps, is_concrete, manual_axes_here, staging_traces
-from jaxfn._torch.graph.int64 import LARGEST, saturate_to_int32
+from jaxfn._torch.graph.int64 import LARGEST, has_int64, saturate_to_int32
 from jaxfn._torch.graph.interpreter import TranslatedGraph, unsupported_message
 from jaxfn._torch.graph.source_lines import Line, format_line
 from jaxfn._torch.values.arrays import jax_dtype
@@ -154,8 +154,8 @@ class CallValues:
         if node not in self.values:
             with self._outside_trace():
                 self._evaluate(graph, node)
-        elements = elements_under_vmaps(saturate_to_int32(self.values[node]))
-        answer = one_answer(elements, line)
+        value = self.values[node]
+        answer = one_answer(elements_under_vmaps(saturate_to_int32(value) if has_int64(value) else value), line)
         if node.meta["val"].dtype == torch.int64 and answer.dtype == np.int32 and (abs(answer) >= LARGEST).any():
             raise TranslationError(
                 "Python code reads an integer that needs 64 bits. Without jax.config.update('jax_enable_x64', True) "
