@@ -268,7 +268,10 @@ def _result_lengths(x: Array, kernel: Array, stride: Sequence[int], dilation: Se
 
 
 def _transposed_on_cpu(options: _Options, x: Array, weight: Array) -> Array:
-    """Computes a transposed convolution. Its gradients are those of the plain convolution that it transposes."""
+    """Computes a transposed convolution. Its gradients are those of the plain convolution that it transposes.
+
+    With groups the weight's gradient is faster by remainders.
+    """
     stride, padding, dilation, output_padding, groups = options
     pads = [(p, p - o) for p, o in zip(padding, output_padding, strict=True)]
     plain = partial(_plain_on_cpu, stride, pads, dilation, groups)
@@ -277,6 +280,8 @@ def _transposed_on_cpu(options: _Options, x: Array, weight: Array) -> Array:
         return plain(gradient, weight)
 
     def gradient_of_weight(x: Array, weight: Array, gradient: Array) -> Array:
+        if groups > 1:
+            return jax.vjp(partial(_by_remainders, options, x), weight)[1](gradient)[0]
         return jax.vjp(partial(plain, gradient), weight)[1](x)[0]
 
     return multilinear(partial(_by_remainders, options), (gradient_of_input, gradient_of_weight), x, weight)
