@@ -53,6 +53,8 @@ def normalized(x: Any) -> Any:
 @row("H2")
 def test_an_operation_of_many_primitives_is_traced_once_for_equal_layers() -> None:
     eqns = jax.make_jaxpr(jaxfn.from_torch(normalized))(ARRAYS[0]).eqns
+    if len(eqns) == 1:  # The whole graph, which JAX 0.12 inlines later.
+        eqns = eqns[0].params["jaxpr"].eqns
     jaxprs = [eqn.params["jaxpr"] for eqn in eqns if eqn.params.get("name") == "native_layer_norm"]
     assert len(jaxprs) == 5 and jaxprs[0] is jaxprs[1] is jaxprs[2]
     assert len({id(jaxpr) for jaxpr in jaxprs}) == 3
