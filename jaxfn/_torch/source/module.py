@@ -320,7 +320,8 @@ def _functions(value: Any) -> list[Any]:
     """Returns a function, or the Python functions that a class itself defines."""
     attributes = list(vars(value).values()) if isinstance(value, type) else [value]
     functions = [inspect.unwrap(getattr(x, "__func__", x)) for x in attributes if not isinstance(x, type)]
-    return [x for x in functions if is_user_function(x)]
+    # A named tuple has methods that Python generates in other modules.
+    return [x for x in functions if is_user_function(x) and x.__module__ == value.__module__]
 
 
 def _scope(value: Any) -> dict[str, Any]:
