@@ -167,7 +167,7 @@ def _is_equal(a: Any, b: Any) -> bool:
         a, b = ([*params.items()] for params in (a, b))
     if isinstance(a, (tuple, list)):
         return len(a) == len(b) and all(map(_is_equal, a, b))
-    if isinstance(a, float):
+    if isinstance(a, (int, float, complex)):  # also JAX's, with a dtype
         return repr(a) == repr(b)  # 0.0 and -0.0 differ
     if not hasattr(a, "dtype"):
         return bool(a == b)
