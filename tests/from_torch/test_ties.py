@@ -59,6 +59,7 @@ CASES: dict[str, Callable[..., Any]] = {
     "relu": torch.relu,
     "relu6": F.relu6,
     "remainder": lambda x: torch.remainder(x, 0.5),
+    "smooth_l1 without squares": lambda x: torch.ops.aten.smooth_l1_loss(x, torch.zeros_like(x), 2, 0.0),
     "softshrink": lambda x: F.softshrink(x, 1.0),
     "sort": lambda x: torch.sort(x)[0],
     "std of equals": lambda x: (x * 0).std(),

@@ -33,12 +33,19 @@ def huber_loss(x: Array, target: Array, reduction: int = 1, delta: float = 1.0) 
     difference = x - target
     is_inside = jnp.abs(difference) < delta
     squares = jnp.square(jnp.where(is_inside, difference, 0)) / 2
-    losses = jnp.where(is_inside, squares, delta * (jnp.abs(difference) - delta / 2)).astype(difference.dtype)
+    return _reduced(jnp.where(is_inside, squares, delta * (jnp.abs(difference) - delta / 2)), difference, reduction)
+
+
+def _reduced(losses: Array, difference: Array, reduction: int) -> Array:
+    losses = losses.astype(difference.dtype)
     return losses if not reduction else losses.mean() if reduction == 1 else losses.sum()
 
 
 @composite("aten.smooth_l1_loss")
 def smooth_l1_loss(x: Array, target: Array, reduction: int = 1, beta: float = 1.0) -> Array:
+    if not beta:  # the absolute difference, whose derivative at 0 is -1 in torch
+        difference = x - target
+        return _reduced(jnp.where(difference <= 0, -difference, difference), difference, reduction)
     return huber_loss(x, target, reduction, beta) / beta
 
 
