@@ -565,6 +565,23 @@ def raised_in_a_helper(x: Any) -> Any:
         return x
 
 
+class Ignoring:
+    """A context manager that handles exceptions."""
+
+    def __enter__(self) -> None: ...
+
+    def __exit__(self, *_: object) -> bool:
+        return True
+
+
+def checked_in_a_context(x: Any) -> Any:
+    with torch.no_grad(), Ignoring():
+        if (x > 1).any():
+            raise ValueError
+        x = 2 * x
+    return x
+
+
 def not_the_whole_condition(x: Any) -> Any:
     if len(x) > int((x > 1).sum()):
         raise ValueError
@@ -579,6 +596,7 @@ def not_the_whole_condition(x: Any) -> Any:
         (if_expression, "to choose a branch", "return x.sin() if (x > 0.5).all() else x.exp()"),
         (halve_until_small, "to end a loop", "while (x.abs() > 1).any():"),
         (checked_and_handled, "in a check whose failure the code may handle", "if (x > 1).any():"),
+        (checked_in_a_context, "in a check whose failure the code may handle", "if (x > 1).any():"),
         (raised_in_a_helper, "in a check whose failure the code may handle", "return not torch.isfinite(x).all()"),
         (not_the_whole_condition, "in a check", "if len(x) > int((x > 1).sum()):"),
         (scaled_by_item, "as a number", "return x * x.max().item() + (x.sum() / 3).item()"),

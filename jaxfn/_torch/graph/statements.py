@@ -23,6 +23,7 @@ _Span = tuple[int, int, int, int]  # The first line and column, the last line an
 _CONDITIONS = ("CACHE", "TO_BOOL", "COPY", "UNARY_NOT", "NOT_TAKEN", "EXTENDED_ARG", "POP_JUMP", "JUMP_IF")
 # The code that runs user code in a trace.
 _CALLERS = str(Path(__file__).parents[1] / "convert")
+_RAISING_CONTEXTS = ("no_grad", "enable_grad", "set_grad_enabled", "inference_mode", "autocast", "catch_warnings")
 _WARNINGS = ("warn", "warning", "error", "info", "debug", "log", "print")
 
 
@@ -99,16 +100,17 @@ def _only_complains(body: Sequence[ast.stmt]) -> bool:
 
 
 def _handles_exceptions(frame: FrameType) -> bool:
-    """Whether a frame would handle an exception where it is running: inside `try`, or `with`."""
+    """Whether a frame may handle an exception where it is running: inside `try`, or most `with` statements."""
     path = _path(frame)
-    tries = [node for node in path if isinstance(node, ast.Try) and node.handlers]
+    tries = [node for node in path if isinstance(node, (ast.Try, ast.TryStar))]
     return any(x in path for node in tries for x in node.body) or any(
-        isinstance(node, ast.With) and any(_suppresses(item.context_expr) for item in node.items) for node in path
+        isinstance(node, ast.With) and not all(_raises(item.context_expr) for item in node.items) for node in path
     )
 
 
-def _suppresses(context: ast.expr) -> bool:
-    return isinstance(context, ast.Call) and _name(context.func) in ("suppress", "raises")
+def _raises(context: ast.expr) -> bool:
+    """Whether a context manager is known to raise the exceptions inside it again."""
+    return isinstance(context, ast.Call) and _name(context.func) in _RAISING_CONTEXTS
 
 
 def _name(function: ast.expr) -> str | None:
