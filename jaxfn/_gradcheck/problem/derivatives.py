@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxfn._compat import SymbolicZero, is_code_of_jax
+from jaxfn._compat import SymbolicZero, closed_call_p, is_code_of_jax
 from jaxfn._gradcheck.problem.problem import Leaf, LeafFunction, Problem
 from jaxfn._gradcheck.problem.staging import LAX_PRIMITIVES, JaxprFunction, stage, stage_without_x64
 from jaxfn._jaxpr import identity_primitives, is_any_of, is_reverse_only, jaxprs_in_params, subjaxpr_rules
@@ -334,8 +334,9 @@ def _references(
 
 _UNCHECKED = UnavailableError("that mode is not checked")
 
-# `jvp` runs where a `linear_map` is lowered, after its trace.
-_UNMONITORED = frozenset({linear_map_p, "custom_vmap_call"})
+# `jvp` runs where a `linear_map` is lowered, after its trace. `closed_call` is what lowering leaves of JAX's experimental
+# custom derivatives, which may read symbolic zeros (0.12.0).
+_UNMONITORED = frozenset({linear_map_p, closed_call_p, "custom_vmap_call"})
 # Primitives that run JAX's code alone, or that of Functions, which is monitored while JAX traces it.
 _MONITORED = (LAX_PRIMITIVES | identity_primitives | subjaxpr_rules.keys()) - _UNMONITORED
 
