@@ -334,8 +334,8 @@ def _references(
 
 _UNCHECKED = UnavailableError("that mode is not checked")
 
-# `jvp` runs where a `linear_map` is lowered, after its trace. `closed_call` is what lowering leaves of JAX's experimental
-# custom derivatives, which may read symbolic zeros (0.12.0).
+# `jvp` runs where a `linear_map` is lowered, after its trace. `closed_call` is what lowering leaves of JAX's
+# experimental custom derivatives, which may read symbolic zeros (0.12.0).
 _UNMONITORED = frozenset({linear_map_p, closed_call_p, "custom_vmap_call"})
 # Primitives that run JAX's code alone, or that of Functions, which is monitored while JAX traces it.
 _MONITORED = (LAX_PRIMITIVES | identity_primitives | subjaxpr_rules.keys()) - _UNMONITORED
