@@ -610,3 +610,61 @@ class ReadsGlobalTensor(Function):
     @staticmethod
     def backward(ctx, grad_output):
         return grad_output * WEIGHT
+
+
+@written(normal(3, 4), normal(3, 4, seed=1))
+class SavesWhereNeeded(Function):
+    """`backward` fails if the first argument alone needs no gradient."""
+
+    @staticmethod
+    def forward(ctx, x, y):
+        if x.requires_grad:
+            ctx.save_for_backward(x, y)
+        return x.detach() * y if not (x * y).requires_grad else x
+
+    @staticmethod
+    def backward(ctx, gradient):
+        x, y = ctx.saved_tensors
+        return gradient * y, gradient * x if ctx.needs_input_grad[1] else None
+
+
+@written(normal(3, 4) * 3)
+def types_by_name(x):
+    sign = (x > 0).type(x.type()) - (x < 0).type("torch.FloatTensor")
+    return x.new(x) + (sign * (sign * x).to(torch.int32)).to(x.dtype)
+
+
+@written(normal(4, 3), normal(4, 3, seed=1))
+class OldFunctions(Function):
+    @staticmethod
+    def forward(ctx, x, y):
+        u, s, v = torch.svd(x)
+        ctx.save_for_backward(torch.softmax(y, 1), torch.log_softmax(y, 1))
+        return (u * s) @ v.t(), torch.softmax(y, 1)
+
+    @staticmethod
+    def backward(ctx, first, second):
+        p, log_p = ctx.saved_tensors
+        gradient = torch._softmax_backward_data(second, p, 1, p.dtype)
+        return first, gradient + torch._log_softmax_backward_data(second, log_p, 1, p.dtype)
+
+
+@written(normal(3, 2))
+class FailingForwardMode(Function):
+    """A `jvp` that fails."""
+
+    @staticmethod
+    def forward(x):
+        return x.sin()
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        ctx.save_for_backward(*inputs)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient * ctx.saved_tensors[0].cos()
+
+    @staticmethod
+    def jvp(ctx, tangent):
+        return tangent * ctx.saved_tensors[1]

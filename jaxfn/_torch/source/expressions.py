@@ -394,11 +394,34 @@ class ExpressionRewriter:
     def _tensor_attribute(self, node: ast.Attribute) -> str | None:
         if node.attr == "data":
             return self._detached(node)
+        if node.attr == "requires_grad":
+            return self._requires_grad(node)
         if node.attr in rules.ATTRIBUTES:
             return fill(rules.ATTRIBUTES[node.attr], {"input": self._render(node.value)})
         if node.attr not in rules.SHARED_ATTRIBUTES:
             raise NoRuleError(f"the attribute {node.attr} of a tensor has no rule")
         return None
+
+    def _requires_grad(self, node: ast.Attribute) -> str:
+        """Returns whether a tensor requires a gradient; for an argument of `forward` that depends on the call."""
+        method, name = self._node, getattr(node.value, "id", None)
+        owner, parameters = self._file.enclosing_class(method), [x.arg for x in method.args.args]
+        is_forward = (
+            owner is not None
+            and getattr(method, "name", "") == "forward"
+            and "setup_context" not in {getattr(x, "name", "") for x in owner.body}
+        )
+        stores = [
+            n.lineno
+            for n in ast.walk(method)
+            if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store) and n.id == name
+        ]
+        if is_forward and name in parameters[1:] and min(stores, default=node.lineno) >= node.lineno:
+            return f"{parameters[0]}.needs_input_grad[{parameters.index(name) - 1}]"
+        values = set(self._values(node))
+        if len(values) != 1:
+            raise NoRuleError("whether this tensor requires a gradient depends on the call; use ctx.needs_input_grad")
+        return str(values.pop())
 
     def _detached(self, node: ast.Attribute) -> str:
         """Returns `x.data`, which has no derivative in the strict spelling."""
@@ -628,7 +651,7 @@ class ExpressionRewriter:
     ) -> str:
         special: Callable[..., str | None] | None = getattr(self, f"_call_{name}", None)
         positional = [x for x in arguments if not isinstance(self._value(x), (torch.device, torch.memory_format))]
-        if name in ("to", "type", "cuda"):
+        if name in ("to", "cuda"):
             positional = [x for i, x in enumerate(positional) if not i or not isinstance(self._value(x), (str, bool))]
         args = [self._argument(x) for x in positional[first is not None :]]
         if first is not None:
@@ -762,9 +785,17 @@ class ExpressionRewriter:
         return f"{self._options.spell(function)}({self._in_numpy(args[0].node)})"
 
     def _call_type(self, call: ast.Call, args: list[Argument], named: Mapping[Any, Argument]) -> str | None:
+        """Returns `x.type()` as a dtype; and `y.type(name)`, where the name is one that torch has for a tensor type."""
         if len(args) == 1 and not named:
-            raise NoRuleError("the name of a tensor type has no rule")
-        return None
+            return f"{as_operand(args[0].text)}.dtype"
+        name = args[1]
+        if not isinstance(name.value, str):
+            return None
+        dtype = torch.empty(0).type(name.value).dtype
+        is_literal = isinstance(name.node, ast.Constant)
+        return (
+            f"{as_operand(args[0].text)}.astype({self._options.spell(dtype_text(dtype)) if is_literal else name.text})"
+        )
 
 
 def code_of_function(value: Any) -> CodeType | None:

@@ -162,6 +162,12 @@ def standard_deviation(x: jax.Array, axis: Any = None, ddof: int = 1, keepdims: 
     return jnp.where(variance == 0, 0, jnp.sqrt(jnp.where(variance == 0, 1, variance)))
 
 
+def svd(x: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Returns U, S and V of the reduced singular value decomposition."""
+    u, s, vh = jnp.linalg.svd(x, full_matrices=False)
+    return u, s, vh.mT.conj()
+
+
 def vector_norm(x: jax.Array, ord: float = 2, axis: Any = None, keepdims: bool = False) -> jax.Array:
     """Returns the norm of vectors along some axes. Its derivative at 0 is 0."""
     size = absolute(x)

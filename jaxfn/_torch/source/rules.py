@@ -138,6 +138,10 @@ log_sigmoid mish silu(input) => jax.nn.NAME({input})
 prelu(input, weight) => jnp.where({input} > 0, {input}, {weight} * {input})
 relu(input) => jax.nn.relu({input}) => jnp.where({input} <= 0, 0, {input})
 relu6(input) => jnp.clip({input}, 0, 6) => hardtanh({input}, 0, 6)
+_log_softmax_backward_data(grad_output, output, dim, input_dtype) => {grad_output} - jnp.exp({output}) * \
+    {grad_output}.sum(axis={dim}, keepdims=True)
+_softmax_backward_data(grad_output, output, dim, input_dtype) => {output} * ({grad_output} - ({grad_output} * \
+    {output}).sum(axis={dim}, keepdims=True))
 selu(input) => jax.nn.selu({input}) => 1.0507009873554805 * elu({input}, 1.6732632423543772)
 softmin(input, dim: int) => jax.nn.softmax(-{input}, axis={dim})
 softplus(input) => jax.nn.softplus({input}) => softplus({input})
@@ -359,12 +363,13 @@ linalg_multi_dot(tensors) => jnp.linalg.multi_dot({tensors})
 linalg_svdvals(A) => jnp.linalg.svd({A}, compute_uv=False)
 linalg_vecdot(x, y, *, dim=-1) => ({x}.conj() * {y}).sum(axis={dim:-1})
 pinverse(input) => jnp.linalg.pinv({input})
-linalg_det linalg_inv linalg_pinv linalg_qr linalg_slogdet(A) => jnp.linalg.NAME({A})
+linalg_det linalg_inv linalg_pinv linalg_qr linalg_slogdet qr(A) => jnp.linalg.NAME({A})
 linalg_cross(input, other, *, dim=-1) => jnp.cross({input}, {other}, axis={dim:-1})
 linalg_matmul matmul(input, other) => {input} @ {other}
 linalg_matrix_exp(A) => jax.scipy.linalg.expm({A})
 linalg_solve(A, B) => jnp.linalg.solve({A}, {B})
 linalg_solve_triangular(A, B, *, upper: bool) => jax.scipy.linalg.solve_triangular({A}, {B}, lower=not {upper})
+svd(input, some: True = True, compute_uv: True = True) => svd({input})
 linalg_svd(A, full_matrices=True) => jnp.linalg.svd({A}[[, full_matrices={full_matrices}]])
 linear(input, weight, bias: Tensor) => {input} @ {weight}.T + {bias}
 linear(input, weight) => {input} @ {weight}.T
@@ -499,6 +504,7 @@ full(size, fill_value, *, dtype=None) => jnp.full({size}, {fill_value}, {dtype:r
 full_like(input, fill_value, *, dtype=None) => jnp.full_like({input}, {fill_value}[[, dtype={dtype}]])
 linspace(start, end, steps, *, dtype=None) => jnp.linspace({start}, {end}, {steps}, dtype={dtype:result})
 new[method](input) => jnp.zeros(0, {input}.dtype)
+new[method](input, data: Tensor) => {data}
 new[method](input, data: list) => jnp.array({data}, {input}.dtype)
 new[method](input, *size: ints) => jnp.zeros({size}, {input}.dtype)
 new_empty new_zeros(input, *size, dtype) => jnp.zeros({size}, {dtype})

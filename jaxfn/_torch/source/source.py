@@ -6,6 +6,7 @@ import ast
 import warnings
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -47,13 +48,12 @@ def write_source(
     call = function.apply if is_class else function
     flat = [x if _is_valid(call, x) else x.map(_as_int64, x.arrays) for x in flat]
     sizes = [x for example in flat for x in other_sizes(example, lambda x: _is_valid(call, x))]
+    methods = [x for x in ("jvp", "vmap") if is_class and _accepts(partial(_run_method, function, x, flat[0]))]
     observation = observe(
-        function, lambda: _run_all(function, call, flat, sizes), lambda: _run_in_double(function, call, flat)
+        function, lambda: _run_all(function, methods, flat, sizes), lambda: _run_in_double(function, methods, flat)
     )
     statics = [x for example in flat for i, x in enumerate(example.leaves) if i not in example.arrays]
     groups = list(make_groups(flat, sizes))
-    base: Any = torch.autograd.Function
-    methods = [x for x in ("jvp", "vmap") if is_class and getattr(function, x) is not getattr(base, x)]
     constants = _constants(observation, statics)
     rounds = any(map(_is_single, observation.in_double.values()))
     proof = Proof(oracle, function.__name__, constants, lambda x: _is_valid(call, x), methods, rounds)
@@ -132,31 +132,40 @@ def _as_int64(x: Any) -> Any:
 
 
 def _is_valid(call: Callable[..., Any], example: Example) -> bool:
+    return _accepts(lambda: _run(call, example, example.inexact))
+
+
+def _accepts(run: Callable[[], None]) -> bool:
+    """Whether a run raises nothing."""
     try:
-        _run(call, example, example.inexact)
-    except Exception:  # torch and the code raise anything for sizes that do not fit.
+        with warnings.catch_warnings(), torch.random.fork_rng(), torch.enable_grad():
+            warnings.simplefilter("ignore")  # Forward mode compiles TorchScript, which is deprecated.
+            run()
+    except Exception:  # torch and the code raise anything for arguments that do not fit.
         return False
     return True
 
 
-def _run_all(function: Any, call: Callable[..., Any], examples: Sequence[Example], sizes: Sequence[Example]) -> None:
+def _run_all(function: Any, methods: Sequence[str], examples: Sequence[Example], sizes: Sequence[Example]) -> None:
     """Runs everything that the observation needs: each example, with each set of inputs that need gradients."""
+    call = function.apply if is_function_class(function) else function
     with warnings.catch_warnings(), torch.random.fork_rng(), torch.enable_grad():
-        warnings.simplefilter("ignore")  # Forward mode compiles TorchScript, which is deprecated.
+        warnings.simplefilter("ignore")
         for example in examples:
             for wanted in subsets(example.inexact):
-                _run(call, example, wanted)
-            if is_function_class(function):
-                _run_other_methods(function, call, example)
+                with suppress(*([Exception] if len(wanted) < len(example.inexact) else [])):  # Not all code accepts it.
+                    _run(call, example, wanted)
+            for method in methods:
+                _run_method(function, method, example)
         for example in sizes:
             _run(call, example, tuple(example.inexact))
 
 
-def _run_in_double(function: Any, call: Callable[..., Any], examples: Sequence[Example]) -> None:
+def _run_in_double(function: Any, methods: Sequence[str], examples: Sequence[Example]) -> None:
     """Runs the examples in double precision, if the code accepts it."""
     for example in examples:
         with suppress(Exception):
-            _run_all(function, call, [example.map(in_double, example.inexact)], [])
+            _run_all(function, methods, [example.map(in_double, example.inexact)], [])
 
 
 def _is_single(values: Sequence[Any]) -> bool:
@@ -186,19 +195,21 @@ def _differentiable(returned: Any) -> list[torch.Tensor]:
     return [x for x in leaves if isinstance(x, torch.Tensor) and x.requires_grad]
 
 
-def _run_other_methods(function: Any, call: Callable[..., Any], example: Example) -> None:
-    """Runs `jvp` and `vmap`, if the Function has them."""
+def _run_method(function: Any, method: str, example: Example) -> None:
+    """Runs `jvp` or `vmap` of a Function. Raises if the Function does not define it."""
     base: Any = torch.autograd.Function
     args, kwargs, _ = example.in_torch(())
-    if function.jvp is not base.jvp:
+    if getattr(function, method) is getattr(base, method):
+        raise NotImplementedError(method)
+    if method == "jvp":
         with torch.autograd.forward_ad.dual_level():
             make_dual: Any = torch.autograd.forward_ad.make_dual
             tangents = [make_dual(x, torch.ones_like(x)) if _is_floating(x) else x for x in args]
-            call(*tangents, **kwargs)
-    if function.vmap is not base.vmap:
+            function.apply(*tangents, **kwargs)
+    else:
         dims = tuple(0 if isinstance(x, torch.Tensor) else None for x in args)
         batched = [torch.stack([x, x]) if isinstance(x, torch.Tensor) else x for x in args]
-        torch.vmap(call, dims)(*batched)
+        torch.vmap(function.apply, dims)(*batched)
 
 
 def _is_floating(x: Any) -> bool:
