@@ -454,6 +454,32 @@ def test_a_backward_that_asks_whether_it_is_differentiated():
     assert torch.is_grad_enabled()
 
 
+@row("H15")
+def test_a_backward_that_raises_if_it_is_differentiated():
+    class FirstOrder(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            ctx.save_for_backward(x)
+            return x**3
+
+        @staticmethod
+        def backward(ctx, grad_output):
+            if torch.is_grad_enabled():
+                raise RuntimeError("first order only")
+            (x,) = ctx.saved_tensors
+            return 3 * x**2 * grad_output if (grad_output != 0).any() else torch.zeros_like(x)
+
+    apply, x = jaxfn.from_torch(FirstOrder).apply, np.array(X, np.float32)
+    tensor = torch.tensor(x, requires_grad=True)
+    (expected,) = torch.autograd.grad(FirstOrder.apply(tensor).sum(), tensor)
+    gradient = jax.grad(lambda x: apply(x).sum())
+    np.testing.assert_allclose(gradient(x), expected, rtol=1e-6)
+    np.testing.assert_allclose(jax.vmap(gradient)(np.stack([x, x])), np.stack([expected] * 2), rtol=1e-6)
+    for variables in (lambda x: gradient(x).sum(), lambda w: jax.vjp(apply, x)[1](w)[0].sum()):
+        with pytest.raises(RuntimeError, match="FirstOrder.backward raises an error where .* RuntimeError: first order"):
+            jax.grad(variables)(x)
+
+
 IDIOMS = {
     "a stored graph, by grad": storing_graph(lambda x: x**3),
     "a stored graph, by backward": storing_graph(lambda x: x**3, by_backward=True),

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import threading
 import warnings
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from typing import Any, ClassVar, NamedTuple
 
 import jax
@@ -13,10 +15,12 @@ import numpy as np
 import torch
 from torch.utils import _pytree as torch_tree
 
+from jaxfn._compat import is_ref
 from jaxfn._context import FunctionCtx, ctx_state
 from jaxfn._function import Function, describe_rules
 from jaxfn._methods import UserMethods
 from jaxfn._once_differentiable import once_differentiable
+from jaxfn._primitives import attach
 from jaxfn._torch.convert.definition import Definition
 from jaxfn._torch.convert.explain import Explanation, Part
 from jaxfn._torch.convert.traced_code import TensorSpec, TracedForward, TracedRule, TracedVmap, TraceLookup, tensor_spec
@@ -149,6 +153,28 @@ class _ForwardCall(NamedTuple):
         return self.traced.slot_values(self.arrays, results)
 
 
+class _Pinned(threading.local):
+    """The trace of the Function that traced code is applying, if it reads values: those that the code's trace has."""
+
+    traced: TracedForward | None = None
+
+
+_PINNED = _Pinned()
+
+
+@contextlib.contextmanager
+def pinning(traced: TracedForward) -> Generator[None]:
+    """Inside, where arrays have no values, a call of the Function uses this trace if it reads values."""
+    before, _PINNED.traced = _PINNED.traced, traced if traced.reads else None
+    try:
+        yield
+    finally:
+        _PINNED.traced = before
+
+
+_Preview = tuple[TracedForward, bool]
+
+
 class FunctionAdapter:
     """The methods of a torch Function, with the signatures of a jaxfn Function.
 
@@ -221,7 +247,9 @@ class FunctionAdapter:
         flags = (True,) * (len(args) + len(kwargs))
         if state is not None:
             flags = self._flags(state.names.names, state.needs_input_grad)
-        traced, results = self._forward_lookup(arguments.template, specs, flags).find(arguments.leaves, key)
+        traced, results = _PINNED.traced, None
+        if traced is None or traced.definition is not self.definition or are_concrete([*arguments.leaves, key]):
+            traced, results = self._forward_lookup(arguments.template, specs, flags).find(arguments.leaves, key)
         self._add_backward_error(traced)
         return _ForwardCall(traced, arguments.leaves, key, results)
 
@@ -249,7 +277,11 @@ class FunctionAdapter:
         template, arrays, specs = _match_template(outputs, _sum_per_tensor(traced, outputs, grad_outputs), traced.specs)
         lookup = traced.rule_lookup("backward", template, specs, self._flags(names, tuple(ctx.needs_input_grad)))
         key = None if ctx.key is None else jax.random.fold_in(ctx.key, _BACKWARD_KEY_DATA)
-        rule, results = lookup._replace(warn=self._warn_once).run([*ctx.saved_tensors, *arrays], key)
+        arrays = [*ctx.saved_tensors, *arrays]
+        rule, results = lookup._replace(warn=self._warn_once).run(arrays, key)
+        error = rule.second_derivative_error
+        if error is not None:
+            results = attach(list(results), (), arrays, error, error)
         if rule.differentiates_externals:
             self._warn_once(
                 f"{self.definition.name}.backward gives gradients to tensors that are not inputs (the parameters of a "
@@ -289,11 +321,15 @@ class FunctionAdapter:
         traced.backward_error = traced.backward_error or errors.get(_static_identities(traced.arguments))
         return traced
 
-    def preview(self, arguments: FlatTensors) -> tuple[TracedForward, bool]:
-        """Traces `forward` for torch tensors; also returns whether it or its backward draws random numbers."""
+    def preview(self, arguments: FlatTensors, values: tuple[Sequence[Any], Any] | None = None) -> _Preview:
+        """Traces `forward` for torch tensors; also returns whether it or its backward draws random numbers.
+
+        If `forward` reads values, `values` are the arrays of the tensors, and the random key.
+        """
         args, kwargs = arguments.template
         specs = [tensor_spec(x, self.definition.config.externals.strides_source) for x in arguments.leaves]
-        traced = self.trace_forward(arguments.template, specs, (True,) * (len(args) + len(kwargs)))
+        lookup = self._forward_lookup(arguments.template, specs, (True,) * (len(args) + len(kwargs)))
+        traced = self._add_backward_error(lookup.get() if values is None else lookup.find(*values)[0])
         return traced, traced.draws or self._draws_in_backward(traced)
 
     def _draws_in_backward(self, traced: TracedForward) -> bool:
@@ -364,6 +400,8 @@ class FunctionAdapter:
         return [*gradients[:index], None, *gradients[index:]] if len(gradients) >= index else gradients
 
     def _spec(self, array: Any) -> TensorSpec:
+        if is_ref(array):
+            raise TypeError(f"{self.definition.name}: torch code takes arrays and got a jax.Ref. Pass its value, ref[...]")
         if not all(isinstance(length, int) for length in array.shape):
             raise TranslationError(
                 f"{self.definition.name}: an argument has the shape {array.shape}, and torch code is traced for one "

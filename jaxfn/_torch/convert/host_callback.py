@@ -132,19 +132,19 @@ class HostForward(Opaque):
         return FlatTensors([*leaves, *checksums], template)
 
     def infer_output(self) -> _Output:
-        """Returns the type of the result by calls of `forward` on example values."""
-        examples = [self._example_output(i) for i in range(_NUM_EXAMPLES)]
-        found = [x for x in examples if isinstance(x, _Output)] or examples[:1]
-        other = next((x for x in found if x != found[0]), None)
-        if isinstance(found[0], Exception) or other is not None:
-            raised = f"raised {found[0]!r}" if other is None else f"returned {found[0]} and {other}"
-            raise TranslationError(
-                f"{self.name} cannot be traced, so JAX must know the types of its outputs before the callback runs "
-                f"under jax.jit. On example values it {raised}. If your calls return equal types for all values, call "
-                f"{self.definition.call} once outside jax.jit with arguments of these types, which shows them"
-            )
-        self.output = found[0]
-        return found[0]
+        """Returns the type of the result by a call of `forward` on example values, the first that raises no error."""
+        errors: list[Exception] = []
+        for i in range(_NUM_EXAMPLES):
+            found = self._example_output(i)
+            if isinstance(found, _Output):
+                self.output = found
+                return found
+            errors.append(found)
+        raise TranslationError(
+            f"{self.name} cannot be traced, so JAX must know the types of its outputs before the callback runs under "
+            f"jax.jit. On example values it raised {errors[0]!r}. If your calls return equal types for all values, "
+            f"call {self.definition.call} once outside jax.jit with arguments of these types, which shows them"
+        )
 
     def _example_output(self, i: int) -> _Output | Exception:
         try:

@@ -9,25 +9,37 @@ from typing import Any, NamedTuple
 import torch
 
 from jaxfn._primitives import DeferredError
-from jaxfn._torch.convert.function_class import ConvertedFunction, convert_function_class
+from jaxfn._torch.convert.function_class import ConvertedFunction, convert_function_class, pinning
 from jaxfn._torch.convert.lifting import ORIGINAL, LiftedCall
 from jaxfn._torch.convert.nondifferentiable import nondifferentiable
 from jaxfn._torch.convert.traced_code import TracedForward
+from jaxfn._torch.graph.reads import CallValues
 from jaxfn._torch.graph.source_lines import source_line
 from jaxfn._torch.trace.detach import link_storage
 from jaxfn._torch.trace.jax_function_node import JaxFunctionNode, draw_key, wrap_key
 from jaxfn._torch.trace.leaks import may_overlap
+from jaxfn._torch.trace.scope import outside_trace
 from jaxfn._torch.trace.state import ModuleTensors, NestedApply, TraceState
-from jaxfn._torch.values.errors import EscapedTensorError, TranslationError
+from jaxfn._torch.values.arrays import torch_dtype
+from jaxfn._torch.values.errors import DataDependentError, EscapedTensorError, TranslationError
 from jaxfn._torch.values.flatten import FlatTensors, flatten_tensors, slots, unflatten_tensors
 from jaxfn._tree import is_array_leaf, is_inexact
 
 
 class _Preview(NamedTuple):
-    """A nested call before it is recorded: the converted Function, the trace, and whether it draws random numbers."""
+    """A nested call before it is recorded.
+
+    Attributes:
+      converted: The converted Function.
+      arguments: Its arguments.
+      key: The tensor of its random key, if there is one.
+      traced: The trace of its `forward`.
+      draws: Whether it draws random numbers.
+    """
 
     converted: type[ConvertedFunction]
     arguments: FlatTensors
+    key: torch.Tensor | None
     traced: TracedForward
     draws: bool
 
@@ -36,13 +48,23 @@ def _preview(state: TraceState, function: Any, args: Sequence[Any], kwargs: Mapp
     arguments = flatten_tensors((tuple(args), dict(kwargs)))
     externals = state.recorder.nested_externals([*map(state.lower, arguments.leaves)], function.__name__)
     converted = convert_function_class(function, __name__, state.config._replace(externals=externals, is_nested=True))
-    return _Preview(converted, arguments, *converted.adapter.preview(arguments))
+    try:
+        return _Preview(converted, arguments, None, *converted.adapter.preview(arguments))
+    except DataDependentError as error:
+        if not isinstance(state.recorder.answerer, CallValues):
+            state.recorder.unanswered = error
+            raise
+    key = draw_key(state) if state.recorder.answerer.has_key else None
+    arrays = state.recorder.values_of([state.lower(x) for x in (*arguments.leaves, *([] if key is None else [key]))])
+    values = arrays[: len(arguments.leaves)], None if key is None else wrap_key(arrays[-1])
+    with outside_trace():
+        return _Preview(converted, arguments, key, *converted.adapter.preview(arguments, values))
 
 
 def can_repeat(state: TraceState, function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
     """Whether a second call would return equal values: the Function draws no random numbers and mutates no argument."""
     try:
-        _, _, traced, draws = _preview(state, function, args, kwargs)
+        *_, traced, draws = _preview(state, function, args, kwargs)
     except EscapedTensorError:  # It uses tensors of a module, and may mutate them.
         return False
     return not draws and not traced.dirty and not traced.mutated
@@ -51,7 +73,7 @@ def can_repeat(state: TraceState, function: Any, args: Sequence[Any], kwargs: Ma
 def _apply_lifted(state: TraceState, module_tensors: ModuleTensors, function: Any, args: Sequence[Any]) -> Any:
     """Applies a Function that captures a module's tensors, as one that takes them as arguments."""
     lifted_all = LiftedCall(function, args, module_tensors, [*module_tensors.tensors])
-    _, arguments, traced, _ = _preview(state, lifted_all.function, lifted_all.args, {})
+    _, arguments, _, traced, _ = _preview(state, lifted_all.function, lifted_all.args, {})
     indices = {id(x): i for i, x in enumerate(arguments.leaves)}
     used, mutated = traced.used_inputs(), set(traced.mutated)
     mutated_in_backward, tensors = lifted_all.mutated or (), module_tensors.tensors
@@ -89,7 +111,7 @@ def record_nested_apply(state: TraceState, function: Any, args: Sequence[Any], k
 
 def _record(state: TraceState, preview: _Preview) -> Any:
     """Records the call, and returns the Function's outputs."""
-    converted, arguments, traced, draws = preview
+    converted, arguments, key, traced, draws = preview
     adapter = converted.adapter
     state.functions.append(traced)
     output_slots = slots(traced.output)
@@ -101,7 +123,8 @@ def _record(state: TraceState, preview: _Preview) -> Any:
         for error in deferred_errors:
             arrays = tuple(nondifferentiable(error, x) if is_inexact(x.dtype) else x for x in arrays)
         args, kwargs = unflatten_tensors(template, arrays)
-        return flatten_tensors(converted.apply(*args, **kwargs, **options), is_array_leaf).leaves
+        with pinning(traced):
+            return flatten_tensors(converted.apply(*args, **kwargs, **options), is_array_leaf).leaves
 
     specs = [traced.specs[slot] for slot in output_slots]
     marked = [i for i, slot in enumerate(output_slots) if slot in traced.non_differentiable]
@@ -111,7 +134,17 @@ def _record(state: TraceState, preview: _Preview) -> Any:
     _check_aliased_arguments(state, adapter.definition.name, arguments.leaves, mutated)
     # Copies, since autograd inside the code differentiates the call at the values before the mutation.
     operands = [x.clone() if i in mutated else x for i, x in enumerate(arguments.leaves)]
-    results = node(*operands, *([draw_key(state)] if draws else []))
+    if draws:
+        operands.append(draw_key(state) if key is None else key)
+    results = node(*operands)
+    if traced.reads:
+        shapes = [(x.answer.shape, torch_dtype(x.answer.dtype)) for x in traced.reads]
+
+        def read(*arrays: Any) -> list[Any]:
+            return traced.compute_reads(arrays, wrap_key(arrays[-1]) if draws else None)
+
+        read_tensors = JaxFunctionNode(state, read, f"{adapter.definition.name}_reads", shapes).record(operands)
+        state.recorder.add_reads([*map(state.lower, read_tensors)], traced.reads)
     for tensor, spec in zip(results, specs, strict=True):
         if spec.strides_source is not None:
             state.recorder.record_strides(state.lower(tensor), spec.strides_source)

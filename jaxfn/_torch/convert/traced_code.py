@@ -14,10 +14,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import torch
+from jax.core import Tracer
 from torch.utils import _pytree as torch_tree
 
 from jaxfn._compat import staging_traces, under_tracers
 from jaxfn._jaxpr import ArrayIdentity
+from jaxfn._primitives import DeferredError
 from jaxfn._torch._compat import takes_boxed_gradients, without_functions
 from jaxfn._torch.convert.definition import Definition, TorchCode
 from jaxfn._torch.graph.interpreter import TranslatedGraph, Unsupported, unsupported_message
@@ -37,7 +39,7 @@ from jaxfn._torch.trace.leaks import checking_leaks, may_overlap
 from jaxfn._torch.trace.scope import outside_trace, trace_scope
 from jaxfn._torch.trace.state import ACTIVE, TraceState
 from jaxfn._torch.values.arrays import jax_dtype
-from jaxfn._torch.values.errors import DataDependentError, TranslationError
+from jaxfn._torch.values.errors import DataDependentError, SelectionError, TranslationError
 from jaxfn._torch.values.flatten import Slot, flatten_tensors, slots, unflatten_tensors
 from jaxfn._torch.values.trace_cache import LRUCache, static_key, torch_settings_key
 from jaxfn._tree import Opaque
@@ -83,6 +85,7 @@ class TracedCode(Opaque):
       functions: The Functions that the code applies, each as it was traced there.
       reads: What the code read of the values of traced tensors. The trace is valid for arrays that give equal values.
       skipped: The checks of values that the trace does not make.
+      knows_sizes: Whether `x[mask]` is a tensor, and not a `Selection`.
       needs_input_grad: One flag for each input of `forward`, of a Function.
       reads_needs_input_grad: Whether the code read those flags.
     """
@@ -103,6 +106,7 @@ class TracedCode(Opaque):
         self.functions: list[TracedForward] = list(state.functions)
         self.reads = state.recorder.reads
         self.skipped = state.recorder.skipped
+        self.knows_sizes = state.recorder.answerer.knows_sizes
         translation = TranslatedGraph(self.graph_module, code.config.replacements.operations)
         self._unsupported = translation.unsupported
         self._constants = translation.constants
@@ -148,11 +152,19 @@ class TracedCode(Opaque):
             self._check_indices(extremes)
             return results
 
+    def compute_reads(self, arrays: Sequence[Any], key: Any) -> list[Any]:
+        """Returns what the reads give for these arrays."""
+        num_inputs = sum(node.op == "placeholder" for node in self.graph_module.graph.nodes)
+        return self._run(arrays[:num_inputs], key, self._constants())[self._num_results :]
+
     def run_if_valid(self, arrays: Sequence[Any], key: Any) -> tuple[Any, list[np.ndarray[Any, Any]]]:
         """Returns the graph's results, `None` if a read differs from the trace's answer, and what the reads gave."""
         self._check_runnable(key)
         with self._naming_errors():
-            results, read, extremes = self._run_compiled_with_checks(arrays, key, self._constants())
+            # In a compiled graph, a Function inside that reads values could not be differentiated.
+            is_eager = any(f.reads for f in self.functions) and any(isinstance(x, Tracer) for x in arrays)
+            run = self._run_with_checks if is_eager else self._run_compiled_with_checks
+            results, read, extremes = run(arrays, key, self._constants())
             answers = first_answers(read, self.reads)
             if not self.begins_with(answers):
                 return None, answers
@@ -569,6 +581,7 @@ class TracedRule(TracedCode):
     Attributes:
       returned: The template of the result: tangents, or gradients, one for each input and perhaps more.
       mutated: The saved inputs of `forward` that it mutated.
+      second_derivative_error: The error that differentiation of the results raises, if any.
     """
 
     def __init__(
@@ -580,34 +593,58 @@ class TracedRule(TracedCode):
         needs_input_grad: tuple[bool, ...],
         answerer: Answerer,
     ) -> None:
+        self.needs_input_grad = needs_input_grad
+        self.second_derivative_error: DeferredError | None = None
+        definition = forward.definition
+        for is_differentiated in (True, False):
+            state = TraceState(
+                definition.name, definition.config, is_differentiated=is_differentiated, answerer=answerer
+            )
+            try:
+                with trace_scope(state):
+                    values = self._run_code(forward, method, state, template, specs)
+                break
+            except DataDependentError:
+                raise
+            except Exception as error:
+                if not state.reads_grad_mode:
+                    raise
+                self.second_derivative_error = DeferredError(
+                    RuntimeError,
+                    f"{definition.name}.{method} raises an error where torch.is_grad_enabled() is True, so it has no "
+                    f"second derivative: {type(error).__name__}: {error}",
+                )
+        self.reads_needs_input_grad = state.reads_needs_input_grad
+        super().__init__(definition, method, state, values)
+
+    def _run_code(
+        self, forward: TracedForward, method: str, state: TraceState, template: Any, specs: Sequence[TensorSpec]
+    ) -> list[torch.Tensor]:
+        """Runs the user's code on traced tensors, and returns the tensors among its results."""
         definition = forward.definition
         function = definition.function.jvp if method == "jvp" else definition.backward
         assert function is not None
-        self.needs_input_grad = needs_input_grad
-        state = TraceState(definition.name, definition.config, is_differentiated=True, answerer=answerer)
-        with trace_scope(state):
-            ctx = forward.make_ctx(method, state, needs_input_grad)
-            saved = forward.input_specs if forward.reruns_forward else forward.saved_slots[method]
-            state.first_gradient_input = len(saved)
-            source = definition.config.externals.gradient_strides_source
-            inputs = [state.add_input(x.shape, x.dtype, x.strides_source or source) for x in specs]
-            arguments = unflatten_tensors(template, inputs)
-            num_added = len(forward.implicit_outputs)
-            if method == "backward":
-                arguments = arguments[: len(arguments) - num_added]
-            with definition.config.externals.backward_guard(f"{definition.name}.{method}"):
-                if method == "backward" and takes_boxed_gradients(definition.function):
-                    returned = function(ctx, list(arguments))
-                else:
-                    returned = function(ctx, *arguments)
-            returned = returned if isinstance(returned, tuple) else (returned,)
-            flat = flatten_tensors((*returned, *[None] * num_added) if method == "jvp" else returned)
-            values = [state.lower(tensor) for tensor in flat.leaves]
-            self.mutated = forward.mutated_inputs_of(method, state)
-            state.check_saved_arguments()
+        ctx = forward.make_ctx(method, state, self.needs_input_grad)
+        saved = forward.input_specs if forward.reruns_forward else forward.saved_slots[method]
+        state.first_gradient_input = len(saved)
+        source = definition.config.externals.gradient_strides_source
+        inputs = [state.add_input(x.shape, x.dtype, x.strides_source or source) for x in specs]
+        arguments = unflatten_tensors(template, inputs)
+        num_added = len(forward.implicit_outputs)
+        if method == "backward":
+            arguments = arguments[: len(arguments) - num_added]
+        with definition.config.externals.backward_guard(f"{definition.name}.{method}"):
+            if method == "backward" and takes_boxed_gradients(definition.function):
+                returned = function(ctx, list(arguments))
+            else:
+                returned = function(ctx, *arguments)
+        returned = returned if isinstance(returned, tuple) else (returned,)
+        flat = flatten_tensors((*returned, *[None] * num_added) if method == "jvp" else returned)
         self.returned: Any = flat.template
-        self.reads_needs_input_grad = state.reads_needs_input_grad
-        super().__init__(definition, method, state, values)
+        values = [state.lower(tensor) for tensor in flat.leaves]
+        self.mutated = forward.mutated_inputs_of(method, state)
+        state.check_saved_arguments()
+        return values
 
 
 class TracedVmap(TracedCode):
@@ -684,9 +721,6 @@ class TraceLookup(NamedTuple, Generic[_T]):
                 self.warn(f"{self.name}: a check of values is skipped under jax.jit{format_line(read.line)}")
             return traced, None
         cached = [x for x in cached if x.reads]
-        if not cached:
-            with contextlib.suppress(DataDependentError):
-                return self._trace(cache_key, NO_VALUES), None
         answers: list[np.ndarray[Any, Any]] = []
         for traced in cached:
             if traced.begins_with(answers):
@@ -700,9 +734,13 @@ class TraceLookup(NamedTuple, Generic[_T]):
                 f"{self.name} reads values of its tensors, with more than {_MAX_COURSES} different results. Calls with "
                 "new ones are right and slow: the code is traced each time"
             )
-        answerer = CallValues(arrays, key, answers, outside_trace)
-        traced = self._trace(cache_key, answerer)
-        return traced, traced.run_graph(arrays, key, answerer.values)
+        answerer = CallValues(arrays, key, answers, outside_trace, knows_sizes=any(x.knows_sizes for x in cached))
+        try:
+            traced = self._trace(cache_key, answerer)
+        except SelectionError:
+            answerer = CallValues(arrays, key, answers, outside_trace, knows_sizes=True)
+            traced = self._trace(cache_key, answerer)
+        return traced, traced.run_graph(arrays, key, answerer.values) if traced.reads else None
 
     def _cached(self, key: Any) -> list[_T]:
         return [] if key is None else [x for x in self.cache.values(key) if x.fits(self.needs_input_grad)]

@@ -68,13 +68,13 @@ class Answerer(Protocol):
 
     Attributes:
       source: Whose answers they are.
-      knows_values: Whether all reads have true answers.
+      knows_sizes: Whether `x[mask]` is a tensor, since the number of its elements may be read.
       ways_out: What to do about a read without an answer, for messages.
       skips_checks: Whether a check without an answer passes.
     """
 
     source: str
-    knows_values: bool
+    knows_sizes: bool
     ways_out: str
     skips_checks: bool
 
@@ -90,7 +90,7 @@ class NoValues:
     """Answers no read."""
 
     source = "skipped: assumed to be"
-    knows_values = False
+    knows_sizes = False
 
     def __init__(self, ways_out: str = _TENSORS_ONLY, skips_checks: bool = False) -> None:
         self.ways_out = ways_out
@@ -107,7 +107,7 @@ class AssumedValues:
     """Answers with ones; with False to a condition, unless it is asserted. `reads` lists them without duplicates."""
 
     source = "assumed to be"
-    knows_values, ways_out, skips_checks = False, _TENSORS_ONLY, False
+    knows_sizes, ways_out, skips_checks = False, _TENSORS_ONLY, False
 
     def __init__(self) -> None:
         self.reads: list[Read] = []
@@ -129,13 +129,15 @@ class CallValues:
       key: The random key.
       known: What the trace's first reads gave in a compiled program, whose rounding may differ.
       outside_trace: A context in which the thread is not tracing.
+      knows_sizes: See `Answerer`.
 
     Attributes:
       values: The values of the evaluated nodes.
+      has_key: Whether there is a random key.
     """
 
     source = "in this call"
-    knows_values, ways_out, skips_checks = True, "", False
+    ways_out, skips_checks = "", False
 
     def __init__(
         self,
@@ -143,18 +145,25 @@ class CallValues:
         key: Any,
         known: Sequence[np.ndarray[Any, Any]],
         outside_trace: Callable[[], AbstractContextManager[None]],
+        knows_sizes: bool,
     ) -> None:
+        self.knows_sizes = knows_sizes
         self.values: dict[Node, Any] = {}
         self._inputs = inputs
         self._key = key
         self._known = [*known]
         self._outside_trace = outside_trace
+        self.has_key = key is not None
 
-    def answer(self, graph: GraphSoFar, node: Node, line: Line | None) -> np.ndarray[Any, Any]:
+    def evaluate(self, graph: GraphSoFar, node: Node) -> Any:
+        """Returns the array that a node computes."""
         if node not in self.values:
             with self._outside_trace():
                 self._evaluate(graph, node)
-        value = self.values[node]
+        return self.values[node]
+
+    def answer(self, graph: GraphSoFar, node: Node, line: Line | None) -> np.ndarray[Any, Any]:
+        value = self.evaluate(graph, node)
         answer = one_answer(elements_under_vmaps(saturate_to_int32(value) if has_int64(value) else value), line)
         if node.meta["val"].dtype == torch.int64 and answer.dtype == np.int32 and (abs(answer) >= LARGEST).any():
             raise TranslationError(

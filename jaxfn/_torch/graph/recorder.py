@@ -42,7 +42,7 @@ from jaxfn._torch._compat import (
     plain_torch,
     storage_id,
 )
-from jaxfn._torch.graph.reads import NO_VALUES, Answerer, GraphSoFar, Read, same_bits
+from jaxfn._torch.graph.reads import NO_VALUES, Answerer, CallValues, GraphSoFar, Read, same_bits
 from jaxfn._torch.graph.shape_inference import ShapeInference
 from jaxfn._torch.graph.source_lines import format_line, ops_hint, running_line, source_line
 from jaxfn._torch.graph.statements import running_purpose
@@ -464,11 +464,6 @@ class Recorder(TorchDispatchMode):
             pass
         return self._call_with_values(func, args, kwargs)
 
-    @property
-    def knows_values(self) -> bool:
-        """Whether Python code may read the values of traced tensors."""
-        return self.answerer.knows_values
-
     def read(self, tensor: torch.Tensor, kind: str = "number", hint: str = "") -> torch.Tensor:
         """Returns a tensor with values, which Python code needs, for a traced one; other tensors unchanged.
 
@@ -507,6 +502,19 @@ class Recorder(TorchDispatchMode):
             self._read_constants.append(constant)
         self.add_local_constant(constant)
         return constant
+
+    def add_reads(self, tensors: Sequence[torch.Tensor], reads: Sequence[Read]) -> None:
+        """Adds reads by a Function that the code applies: traced tensors, with what they gave there."""
+        self.reads += [read._replace(node=self.node(x)) for x, read in zip(tensors, reads, strict=True)]
+        with plain_torch():
+            self._read_constants += [to_torch(read.answer) for read in reads]
+
+    def values_of(self, tensors: Sequence[torch.Tensor]) -> list[Any]:
+        """Returns the arrays of tensors in the call for which the code is traced."""
+        assert isinstance(self.answerer, CallValues)
+        nodes = [self.node(x) for x in tensors]
+        graph = GraphSoFar(self.graph, self._inputs, self.constants, self._replacements)
+        return [self.answerer.evaluate(graph, node) for node in nodes]
 
     def _call_with_values(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Calls an operation that returns a Python value, or whose result has a shape that depends on values."""

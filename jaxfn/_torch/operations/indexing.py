@@ -95,6 +95,8 @@ def _mask_put(x: Array, indices: Indices, values: Array, accumulate: bool) -> Ar
     behind = x.ndim - first - mask.ndim
     # With the mask's axes as one axis, x is (before..., elements, behind...).
     elements = x.reshape(*x.shape[:first], mask.size, *x.shape[first + mask.ndim :])
+    if not values.size:  # The mask is false everywhere.
+        return x
     if values.ndim > behind and values.shape[-behind - 1] != 1:
         # One value for each true element of the mask, in order.
         order = jnp.cumsum(mask.reshape(-1)) - 1

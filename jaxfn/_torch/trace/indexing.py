@@ -19,10 +19,10 @@ aten = torch.ops.aten
 
 def get_item(state: TraceState, tensor: torch.Tensor, index: Any) -> torch.Tensor:
     """Returns `tensor[index]`."""
-    index = _replace_masks(state, index, and_traced=state.recorder.knows_values)
+    index = _replace_masks(state, index, and_traced=state.recorder.answerer.knows_sizes)
     parts = _expand_index(tensor, index)
     if _is_traced_mask(state, parts):
-        return select(tensor, parts[0])
+        return select(state, tensor, parts[0])
     if not any(_is_traced_integer(state, part) for part in parts):
         return torch.Tensor.__getitem__(tensor, index)
     gathered, remaining = _gather(state, tensor, parts)
@@ -35,7 +35,7 @@ def set_item(state: TraceState, tensor: torch.Tensor, index: Any, value: Any) ->
     parts = _expand_index(tensor, index)
     if isinstance(value, Selection):
         if not _is_traced_mask(state, parts):
-            raise_unsupported("an assignment to an index that is not a mask")
+            raise_unsupported(state.recorder, "an assignment to an index that is not a mask")
         assign(state, tensor, parts[0], value)
         return
     if not any(_is_traced_integer(state, part) for part in parts):

@@ -242,7 +242,10 @@ def _is_called_by_user() -> bool:
 
 def _is_grad_enabled(state: TraceState, original: Callable[[], bool]) -> bool:
     """Implements `torch.is_grad_enabled`: True for user code in backward, which may be differentiated again."""
-    return (state.is_differentiated and _is_called_by_user()) or original()
+    if state.is_differentiated and _is_called_by_user():
+        state.reads_grad_mode = True
+        return True
+    return original()
 
 
 def _is_compiling(state: TraceState, original: Callable[[], bool]) -> bool:

@@ -12,10 +12,12 @@ from __future__ import annotations
 from typing import Any, NoReturn
 
 import torch
+from torch.utils import _pytree as torch_tree
 
 from jaxfn._torch._compat import make_wrapper
 from jaxfn._torch.graph.source_lines import ops_hint, running_line, source_line
-from jaxfn._torch.values.errors import DataDependentError
+from jaxfn._torch.graph.recorder import Recorder
+from jaxfn._torch.values.errors import SelectionError
 
 
 class Selection(torch.Tensor):
@@ -23,23 +25,26 @@ class Selection(torch.Tensor):
 
     full: torch.Tensor
     mask: torch.Tensor
+    recorder: Recorder
 
     @staticmethod
-    def from_parts(full: torch.Tensor, mask: torch.Tensor) -> Selection:
-        """Returns the selection with these parts."""
+    def from_parts(full: torch.Tensor, mask: torch.Tensor, recorder: Recorder) -> Selection:
+        """Returns the selection with these parts, in the trace of a recorder."""
         selection = make_wrapper(Selection, full.dtype)
-        selection.full, selection.mask = full, mask
+        selection.full, selection.mask, selection.recorder = full, mask, recorder
         return selection
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        raise_unsupported(str(func))
+        selections = (x for x in torch_tree.tree_leaves((args, kwargs)) if isinstance(x, Selection))
+        raise_unsupported(next(selections).recorder, str(func))
 
 
-def raise_unsupported(what: str) -> NoReturn:
+def raise_unsupported(recorder: Recorder, what: str) -> NoReturn:
     """Raises for an operation on a selection that has no translation."""
-    raise DataDependentError(
+    recorder.unanswered = SelectionError(
         f"{what} of elements selected by a mask, x[mask]: their number depends on values, and JAX's shapes are static. "
         "Only elementwise functions and assignment to that mask are supported. Use torch.where for the rest, as "
         f"in torch.where(mask, x, 0).sum(){ops_hint(running_line())}{source_line()}"
     )
+    raise recorder.unanswered

@@ -30,15 +30,16 @@ _ELEMENTWISE = """
 _METADATA = "dtype device is_cuda is_floating_point is_complex is_sparse requires_grad layout"
 
 
-def select(tensor: torch.Tensor, mask: torch.Tensor) -> Selection:
+def select(state: TraceState, tensor: torch.Tensor, mask: torch.Tensor) -> Selection:
     """Returns `tensor[mask]`."""
-    return Selection.from_parts(torch.where(_expand_mask(mask, tensor), tensor, torch.ones_like(tensor)), mask)
+    full = torch.where(_expand_mask(mask, tensor), tensor, torch.ones_like(tensor))
+    return Selection.from_parts(full, mask, state.recorder)
 
 
 def assign(state: TraceState, tensor: torch.Tensor, mask: torch.Tensor, selection: Selection) -> None:
     """Implements `tensor[mask] = selection`."""
     if not state.is_same_computation(mask, selection.mask):
-        raise_unsupported("an assignment to another mask")
+        raise_unsupported(state.recorder, "an assignment to another mask")
     tensor.copy_(torch.where(_expand_mask(mask, tensor), selection.full, tensor))
 
 
@@ -51,22 +52,23 @@ def call_with_selections(state: TraceState, func: Any, args: Any, kwargs: Any) -
         selection = args[0]
         return func(selection.full.masked_fill(~_expand_mask(selection.mask, selection.full), 0), **kwargs)
     if name not in _ELEMENTWISE.split():
-        raise_unsupported(f"`{name}`")
+        raise_unsupported(state.recorder, f"`{name}`")
     operands = [x for x in torch_tree.tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
     first = next(x for x in operands if isinstance(x, Selection))
     rest = first.full.dim() - first.mask.dim()
     for operand in operands:
         if isinstance(operand, Selection):
             if not state.is_same_computation(operand.mask, first.mask):
-                raise_unsupported(f"`{name}` with a selection by another mask")
+                raise_unsupported(state.recorder, f"`{name}` with a selection by another mask")
         elif operand.dim() > rest:
             raise_unsupported(
-                f"`{name}` with a tensor of shape {tuple(operand.shape)}, one entry for each selected element"
+                state.recorder,
+                f"`{name}` with a tensor of shape {tuple(operand.shape)}, one entry for each selected element",
             )
     full = func(*torch_tree.tree_map(_full, args), **torch_tree.tree_map(_full, kwargs))
     if isinstance(args[0], Selection) and full is args[0].full:  # In place
         return args[0]
-    return Selection.from_parts(full, first.mask) if isinstance(full, torch.Tensor) else full
+    return Selection.from_parts(full, first.mask, state.recorder) if isinstance(full, torch.Tensor) else full
 
 
 def _full(value: Any) -> Any:

@@ -104,6 +104,7 @@ class TraceState:
 
     Attributes:
       reads_needs_input_grad: Whether the code read which inputs need a gradient.
+      reads_grad_mode: Whether the code of `backward` got True from `torch.is_grad_enabled()`.
       reads_is_compiling: Whether the code called `torch.compiler.is_compiling()`.
       reads_requires_grad: Whether the code read `requires_grad` of a tensor whose derivative autograd does not track.
       first_gradient_input: In `backward`, the index of the first input that is a gradient. Some inputs before it may
@@ -136,6 +137,7 @@ class TraceState:
         self.is_differentiated = is_differentiated
         self.recorder = Recorder(name, config.replacements.operations, config.externals, answerer)
         self.reads_needs_input_grad = False
+        self.reads_grad_mode = False
         self.reads_is_compiling = False
         self.reads_requires_grad = False
         self.arguments_require_grad = False
@@ -234,7 +236,7 @@ class TraceState:
     def lower(self, tensor: torch.Tensor) -> torch.Tensor:
         """Returns the current value, below functionalization, of a tensor of the user's code."""
         if isinstance(tensor, Selection):
-            raise_unsupported("storing or returning")
+            raise_unsupported(self.recorder, "storing or returning")
         if not isinstance(tensor, FunctionalTensor):
             return tensor
         with without_functions():

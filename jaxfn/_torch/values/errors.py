@@ -16,5 +16,9 @@ class DataDependentError(TranslationError, NeedsValuesError):
     """Python code reads the concrete value of a traced tensor, which has none."""
 
 
+class SelectionError(DataDependentError):
+    """An operation needs the number of elements that a mask selects."""
+
+
 class EscapedTensorError(TranslationError):
     """A tensor of one trace is used in another one."""
