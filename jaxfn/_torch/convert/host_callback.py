@@ -75,6 +75,7 @@ class HostForward(Opaque):
         self.name = f"{definition.name}.forward"
         self.output: _Output | None = None
         self.is_needed = True
+        self._example: _Output | None = None
         self.flags = flags
         self.requires_grad = self.flags_of_tensors(flags)
         self.autocast = torch.get_autocast_dtype("cpu"), torch.is_autocast_enabled("cpu")
@@ -134,12 +135,14 @@ class HostForward(Opaque):
     def infer_output(self) -> _Output:
         """Returns the type of the result by a call of `forward` on example values, the first that raises no error."""
         errors: list[Exception] = []
-        for i in range(_NUM_EXAMPLES):
-            found = self._example_output(i)
+        while self._example is None and len(errors) < _NUM_EXAMPLES:
+            found = self._example_output(len(errors))
             if isinstance(found, _Output):
-                self.output = found
-                return found
-            errors.append(found)
+                self._example = found
+            else:
+                errors.append(found)
+        if self._example is not None:
+            return self._example
         raise TranslationError(
             f"{self.name} cannot be traced, so JAX must know the types of its outputs before the callback runs under "
             f"jax.jit. On example values it raised {errors[0]!r}. If your calls return equal types for all values, "
