@@ -476,7 +476,9 @@ def test_a_backward_that_raises_if_it_is_differentiated():
     np.testing.assert_allclose(gradient(x), expected, rtol=1e-6)
     np.testing.assert_allclose(jax.vmap(gradient)(np.stack([x, x])), np.stack([expected] * 2), rtol=1e-6)
     for variables in (lambda x: gradient(x).sum(), lambda w: jax.vjp(apply, x)[1](w)[0].sum()):
-        with pytest.raises(RuntimeError, match="FirstOrder.backward raises an error where .* RuntimeError: first order"):
+        with pytest.raises(
+            RuntimeError, match="FirstOrder.backward raises an error where .* RuntimeError: first order"
+        ):
             jax.grad(variables)(x)
 
 

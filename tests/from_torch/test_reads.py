@@ -350,8 +350,8 @@ def in_jax(function: Any, x: Any) -> list[Any]:
 
 
 QUICK = """
-    written_to_a_mask_that_may_be_empty if_sum if_in_backward MasksGradient newton_square_root ImplicitFixedPoint retried numpy_in_backward numpy_written
-    listed_by_rows    mean_of_selected written_to_nonzero repeated scaled_by_item
+    if_sum if_in_backward MasksGradient newton_square_root ImplicitFixedPoint retried numpy_in_backward numpy_written
+    written_to_a_mask_that_may_be_empty listed_by_rows mean_of_selected written_to_nonzero repeated scaled_by_item
 """
 
 

@@ -401,7 +401,9 @@ class FunctionAdapter:
 
     def _spec(self, array: Any) -> TensorSpec:
         if is_ref(array):
-            raise TypeError(f"{self.definition.name}: torch code takes arrays and got a jax.Ref. Pass its value, ref[...]")
+            raise TypeError(
+                f"{self.definition.name}: torch code takes arrays and got a jax.Ref. Pass its value, ref[...]"
+            )
         if not all(isinstance(length, int) for length in array.shape):
             raise TranslationError(
                 f"{self.definition.name}: an argument has the shape {array.shape}, and torch code is traced for one "

@@ -596,24 +596,21 @@ class TracedRule(TracedCode):
         self.needs_input_grad = needs_input_grad
         self.second_derivative_error: DeferredError | None = None
         definition = forward.definition
-        for is_differentiated in (True, False):
-            state = TraceState(
-                definition.name, definition.config, is_differentiated=is_differentiated, answerer=answerer
-            )
-            try:
-                with trace_scope(state):
-                    values = self._run_code(forward, method, state, template, specs)
-                break
-            except DataDependentError:
+        state = TraceState(definition.name, definition.config, is_differentiated=True, answerer=answerer)
+        try:
+            with trace_scope(state):
+                values = self._run_code(forward, method, state, template, specs)
+        except Exception as error:
+            if isinstance(error, DataDependentError) or not state.reads_grad_mode:
                 raise
-            except Exception as error:
-                if not state.reads_grad_mode:
-                    raise
-                self.second_derivative_error = DeferredError(
-                    RuntimeError,
-                    f"{definition.name}.{method} raises an error where torch.is_grad_enabled() is True, so it has no "
-                    f"second derivative: {type(error).__name__}: {error}",
-                )
+            self.second_derivative_error = DeferredError(
+                RuntimeError,
+                f"{definition.name}.{method} raises an error where torch.is_grad_enabled() is True, so it has no "
+                f"second derivative: {type(error).__name__}: {error}",
+            )
+            state = TraceState(definition.name, definition.config, answerer=answerer)
+            with trace_scope(state):
+                values = self._run_code(forward, method, state, template, specs)
         self.reads_needs_input_grad = state.reads_needs_input_grad
         super().__init__(definition, method, state, values)
 
