@@ -813,3 +813,10 @@ def test_a_course_without_x64_is_not_taken_with_it():
             for values, factor in (([1, -1, -1], 1), ([6, 7, 8], 33), ([6, -1, -1], 11)):
                 x = jnp.array(values, np.float32)
                 np.testing.assert_array_equal(F.apply(x), factor * x)
+
+
+@row("H1")
+def test_a_ref_is_not_an_argument():
+    for apply in (jaxfn.from_torch(IfSum).apply, jax.jit(jaxfn.from_torch(AppliesReading, fallback="callback").apply)):
+        with pytest.raises(TypeError, match=r"got a jax.Ref. Pass its value, ref\[...\]"):
+            apply(jax.new_ref(jnp.ones(3)))

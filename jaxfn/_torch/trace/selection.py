@@ -15,8 +15,8 @@ import torch
 from torch.utils import _pytree as torch_tree
 
 from jaxfn._torch._compat import make_wrapper
-from jaxfn._torch.graph.source_lines import ops_hint, running_line, source_line
 from jaxfn._torch.graph.recorder import Recorder
+from jaxfn._torch.graph.source_lines import ops_hint, running_line, source_line
 from jaxfn._torch.values.errors import SelectionError
 
 
