@@ -2,24 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
 import numpy as np
 
 from jaxfn._gradcheck.evaluation.batches import BatchedEvaluator
-from jaxfn._gradcheck.evaluation.vectors import Arrays, Basis, bases, complex_entries
+from jaxfn._gradcheck.evaluation.vectors import Arrays, Basis, Vectors, bases, complex_entries, random_vectors
 from jaxfn._gradcheck.problem.derivatives import ADMode, Derivative, Derivatives
-from jaxfn._gradcheck.tolerance import SAFETY, Tolerance, largest, rounding_of_differences
+from jaxfn._gradcheck.tolerance import Tolerance, excess, largest
 
 _MAX_WORST = 8
 _DOUBLE_BYTES = 8
-STEADY = 4  # a real mistake changes by less than this fraction of itself
-_NUDGES = 3
-_NUDGE = 1e-8  # by which fraction inputs are moved to see the effect of rounding, also after 8 lost digits
-_ARRAYS_PER_PART = 6  # arrays of the size of a part: analytic, numeric, errors, and temporaries of their comparison
+_STEADY = 4  # a real mistake changes by less than this fraction of itself
+_NUDGES = 6
+_ARRAYS_PER_PART = 10  # arrays of the size of a part: analytic, numeric, errors, and temporaries of their comparison
+
+_LARGE_ERRORS = (
+    "finite differences have larger errors than atol + rtol * |reference|, as they have if values lose digits; "
+    "differences within these errors were allowed"
+)
+
+# For each result leaf analytic values, references, and errors or tolerances of these.
+Evaluated = Sequence[tuple[Any, Any, Any]]
 
 
 @dataclass
@@ -47,14 +54,14 @@ class Comparison:
       tolerance: the tolerance of the comparison.
       step: the step of finite differences.
       evaluator: evaluates derivatives and differences.
-      outputs: the outputs of the function.
+      notes: what the report has to note, in order.
     """
 
     derivatives: Derivatives
     tolerance: Tolerance
     step: float
     evaluator: BatchedEvaluator
-    outputs: Sequence[Any]
+    notes: dict[str, None] = field(default_factory=dict[str, None])
 
     def with_autodiff(self, mode: ADMode) -> list[JacobianBlock]:
         """Compares the function's rule with autodiff of the function without it.
@@ -79,44 +86,96 @@ class Comparison:
                         suspects = list(range(basis.size))
                         break
             if suspects:
-                blocks += self._wrong(mode, basis, suspects, partial(self.entries, mode))
+                blocks += self._wrong(mode, basis, suspects, partial(self.entries_with_autodiff, mode))
         return blocks
 
-    def entries(self, mode: ADMode, basis: Basis, which: Sequence[int]) -> Sequence[tuple[Any, Any, Any]]:
-        """Returns rows or columns of the Jacobian: for each result leaf by the rule, by autodiff, and their tolerance.
+    def entries_with_autodiff(self, mode: ADMode, basis: Basis, which: Sequence[int]) -> Evaluated:
+        """Returns rows or columns of the Jacobian by the rule, by autodiff, and their tolerance."""
 
-        Differences that are rounding are within the tolerance: they change when inputs change in their last digits.
+        def evaluate(comparison: Comparison) -> Evaluated:
+            pairs = zip(*comparison.evaluator.along(mode.rule_and_reference, basis.vectors(which)), strict=True)
+            return [(a, r, 0.0) for a, r in pairs]
+
+        return self.compare_with_autodiff(evaluate)
+
+    def entries_with_differences(
+        self, mode: ADMode, derivative: Derivative, basis: Basis, which: Sequence[int], *, coarsely: bool = False
+    ) -> Evaluated:
+        """Returns rows or columns of the Jacobian by a derivative, by finite differences, and their tolerance."""
+
+        def evaluate(comparison: Comparison) -> Evaluated:
+            values = comparison.values(derivative, basis, which)
+            return list(zip(values, *comparison.differences(mode, basis, which), strict=True))
+
+        return self.compare_with_differences(evaluate, coarsely=coarsely)
+
+    def compare_with_autodiff(self, evaluate: Callable[[Comparison], Evaluated]) -> Evaluated:
+        """Returns values, autodiff and tolerances; `evaluate` returns zeros instead of tolerances."""
+        t = self.tolerance
+        return self._compare(evaluate, lambda reference, _: t.of_entries(reference), t.of_rounding, 0.0)
+
+    def compare_with_differences(self, evaluate: Callable[[Comparison], Evaluated], *, coarsely: bool) -> Evaluated:
+        """Returns values, finite differences and tolerances; `evaluate` returns errors instead of tolerances."""
+        t = self.tolerance.strict() if coarsely else self.tolerance
+        compared = self._compare(evaluate, t.coarse if coarsely else t.estimated, t.coarse, self.step)
+        if not coarsely and any(
+            ((abs(a - n) > t.plain(n)) & (excess(a, n, bound) <= 1)).any() for a, n, bound in compared
+        ):
+            self.notes[_LARGE_ERRORS] = None
+        return compared
+
+    def _compare(
+        self,
+        evaluate: Callable[[Comparison], Evaluated],
+        bound: Callable[[Any, Any], Any],
+        bound_of_rounding: Callable[[Any, Any], Any],
+        step: float,
+    ) -> Evaluated:
+        """Returns analytic values, references and tolerances.
+
+        Larger differences are evaluated again at nudged inputs, which shows errors of references that are mostly
+        rounding. Differences that change there are rounding themselves, so they have another tolerance.
+
+        Args:
+          evaluate: returns analytic values, references and estimated errors of these.
+          bound: returns the tolerance, from references and their errors.
+          bound_of_rounding: returns the tolerance of differences that are rounding.
+          step: the step of the references.
         """
+        found = evaluate(self)
+        tolerances = [bound(r, error) for _, r, error in found]
+        if any((excess(a, r, t) > 1).any() for (a, r, _), t in zip(found, tolerances, strict=True)):
+            errors, changes, movements = ([0.0] * len(found) for _ in range(3))
+            for nudged in self._nudged(step):
+                for i, (there, (a, r, error)) in enumerate(zip(evaluate(nudged), found, strict=True)):
+                    errors[i] = np.fmax(errors[i], np.fmax(error, there[2]))
+                    changes[i] = np.fmax(changes[i], abs(there[0] - there[1] - (a - r)))
+                    movements[i] = np.fmax(movements[i], abs(there[0] - a))
+            for i, (a, r, _) in enumerate(found):
+                # If the analytic values do not change, the references do: that is their error.
+                error = np.fmax(errors[i], np.where(_STEADY * movements[i] <= changes[i], changes[i], 0.0))
+                is_rounding = _STEADY * changes[i] >= abs(a - r)
+                tolerances[i] = np.where(is_rounding, bound_of_rounding(r, error), bound(r, errors[i]))
+        return [(a, r, t) for (a, r, _), t in zip(found, tolerances, strict=True)]
 
-        def at(evaluator: BatchedEvaluator) -> list[tuple[Any, Any]]:
-            return list(zip(*evaluator.along(mode.rule_and_reference, basis.vectors(which)), strict=True))
-
-        pairs = at(self.evaluator)
-        tolerances = [self.tolerance.of_entries(r) for _, r in pairs]
-        limits = [self.tolerance.of_rounding(r) for _, r in pairs]
-        differences = [abs(a - r) for a, r in pairs]
-        if any(((d > t) & (d <= m)).any() for d, t, m in zip(differences, tolerances, limits, strict=True)):
-            nudged = [at(self.evaluator.at(xs)) for xs in nudges(self.evaluator.xs)]
-            for i, (a, r) in enumerate(pairs):
-                change = np.max([abs(x[i][0] - x[i][1] - (a - r)) for x in nudged], axis=0)
-                tolerances[i] = np.where(STEADY * change >= differences[i], limits[i], tolerances[i])
-        return [(*pair, t) for pair, t in zip(pairs, tolerances, strict=True)]
+    def _nudged(self, step: float) -> Iterator[Comparison]:
+        """Yields comparisons at inputs so near that derivatives are almost equal and roundings are not."""
+        xs = list(map(np.asarray, self.evaluator.xs))
+        # Functions may have a kink at zero. There, other steps change roundings.
+        sizes = [(step + np.sqrt(self.tolerance.precision) * largest(x)) * (x != 0) for x in xs]
+        for seed in range(_NUDGES):
+            vectors = random_vectors(self.derivatives.inputs, seed)
+            moved = [x + size * v for x, size, v in zip(xs, sizes, vectors, strict=True)]
+            yield replace(self, evaluator=self.evaluator.at(moved), step=self.step * (1 - (seed + 1) / 20))
 
     def with_differences(self, mode: ADMode, derivative: Derivative, *, coarsely: bool = False) -> list[JacobianBlock]:
         """Compares a derivative with finite differences.
 
         With `coarsely` the tolerance is that of a coarse reference, whatever the estimated errors of the differences.
         """
-
-        def estimated(basis: Basis, part: Sequence[int]) -> Iterator[tuple[Any, Any, Any]]:
-            numeric = self.differences(mode, basis, part)
-            for a, n, error in zip(self.values(derivative, basis, part), *numeric, strict=True):
-                yield a, n, self.bound(n, error, coarsely)
-
+        compute = partial(self.entries_with_differences, mode, derivative, coarsely=coarsely)
         return [
-            block
-            for basis in bases(mode.seed_leaves)
-            for block in self._wrong(mode, basis, range(basis.size), estimated)
+            block for basis in bases(mode.seed_leaves) for block in self._wrong(mode, basis, range(basis.size), compute)
         ]
 
     def _wrong(
@@ -124,11 +183,11 @@ class Comparison:
         mode: ADMode,
         basis: Basis,
         which: Sequence[int],
-        compute: Callable[[Basis, Sequence[int]], Iterable[tuple[Any, Any, Any]]],
+        compute: Callable[[Basis, Sequence[int]], Evaluated],
     ) -> list[JacobianBlock]:
         """Returns the blocks of the Jacobian with wrong entries along some of the unit vectors in a basis.
 
-        For a part of these vectors `compute` yields, for each result leaf, values, references and tolerances.
+        For a part of these vectors `compute` returns, for each result leaf, values, references and tolerances.
         """
         counts = [np.zeros(basis.size, int) for _ in mode.result_leaves]
         width = sum(leaf.num_components for leaf in mode.result_leaves)
@@ -149,12 +208,6 @@ class Comparison:
                     blocks.append(JacobianBlock(*mode.output_and_input(seed, result), int(own.sum()), worst))
         return blocks
 
-    def bound(self, numeric: Any, error: Any, coarsely: bool) -> Any:
-        """Returns the allowed distance from finite differences that have an estimated error."""
-        if coarsely:
-            return self.tolerance.coarse(numeric, error)
-        return self.tolerance.estimated(numeric, largest(numeric), error)
-
     def values(self, derivative: Derivative, basis: Basis, which: Sequence[int]) -> Arrays:
         """Returns rows or columns of the Jacobian: an array of shape (vectors, size) for each result leaf."""
         return self.evaluator.along([derivative], basis.vectors(which))[0]
@@ -162,36 +215,20 @@ class Comparison:
     def differences(self, mode: ADMode, basis: Basis, which: Sequence[int]) -> tuple[Arrays, Arrays]:
         """Returns finite differences, in the form of `values`, and bounds of their errors."""
         if mode.is_forward:
-            values, errors = self._columns(basis, which)
-            return values, [abs(error) for error in errors]
-        values = [np.zeros((len(which), 0)) for _ in self.derivatives.inputs]
-        errors = list(values)
-        for columns in bases(self.derivatives.inputs):
-            computed = [rows_of_columns(arrays, columns, basis, which) for arrays in self._columns(columns)]
-            for i in columns.chosen:
-                values[i], errors[i] = (rows[i] for rows in computed)
-        return values, [abs(error) for error in errors]
+            values, errors = self.columns(basis.vectors(which))
+        else:
+            values = [np.zeros((len(which), 0)) for _ in self.derivatives.inputs]
+            errors = list(values)
+            for columns in bases(self.derivatives.inputs):
+                arrays = self.columns(columns.vectors())
+                computed = [rows_of_columns(array, columns, basis, which) for array in arrays]
+                for i in columns.chosen:
+                    values[i], errors[i] = (rows[i] for rows in computed)
+        return values, list(map(abs, errors))
 
-    def _columns(self, basis: Basis, which: Sequence[int] | None = None) -> tuple[Arrays, Arrays]:
-        """Returns finite differences along unit vectors of inputs, and bounds of their errors."""
-        values, errors = self.evaluator.differences(self.derivatives.target, basis.vectors(which), self.step)
-        return values, [_bounded_error(error, floor) for error, floor in zip(errors, self.rounding(), strict=True)]
-
-    def rounding(self) -> Arrays:
-        """The effect of rounding of the outputs on finite differences, an array for each output."""
-        return rounding_of_differences(self.outputs, self.tolerance.precision, self.step)
-
-
-def nudges(xs: Sequence[Any]) -> Iterator[Arrays]:
-    """Yields inputs so near that derivatives are almost equal and roundings are not."""
-    for seed in range(_NUDGES):
-        generator = np.random.default_rng(seed)
-        yield [np.asarray(x) * (1 + _NUDGE * generator.uniform(-1, 1, x.shape)) for x in xs]
-
-
-def _bounded_error(error: Any, floor: Any) -> Any:
-    bound = SAFETY * abs(error.real) + floor
-    return bound + 1j * (SAFETY * abs(error.imag) + floor) if np.iscomplexobj(error) else bound
+    def columns(self, vectors: Vectors) -> tuple[Arrays, Arrays]:
+        """Returns finite differences along vectors of inputs, and bounds of their errors."""
+        return self.evaluator.differences(self.derivatives.target, vectors, self.step, self.tolerance.precision)
 
 
 def rows_of_columns(arrays: Arrays, columns: Basis, rows: Basis, which: Sequence[int]) -> dict[int, Any]:

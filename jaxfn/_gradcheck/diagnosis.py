@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from jaxfn._gradcheck.compare import STEADY, Comparison, JacobianBlock, nudges
+from jaxfn._gradcheck.compare import Comparison, JacobianBlock
 from jaxfn._gradcheck.evaluation.vectors import Basis
-from jaxfn._gradcheck.problem.derivatives import ADMode, UnavailableError
+from jaxfn._gradcheck.problem.derivatives import ADMode, available
 from jaxfn._gradcheck.problem.problem import Leaf
 from jaxfn._gradcheck.report.kinds import mismatch_kind
 from jaxfn._gradcheck.report.report import Entry, Mismatch
-from jaxfn._gradcheck.tolerance import excess, largest
+from jaxfn._gradcheck.tolerance import excess
 
 _DENSE = 1 << 16  # a Jacobian of up to this many entries is computed as a whole
 _SHOWN = 5
@@ -29,7 +29,6 @@ class BlockValues:
       rows, columns: the components of the output and the elements of the input (in forward mode: the elements of the
         output and the components of the input).
       analytic, numeric, autodiff: the values; `None` for a reference that was not computed.
-      errors: bounds of the errors of `numeric`.
       tolerances: the tolerance of `analytic`.
     """
 
@@ -37,7 +36,6 @@ class BlockValues:
     columns: Sequence[int]
     analytic: Any
     numeric: Any
-    errors: Any
     autodiff: Any
     tolerances: Any
 
@@ -59,22 +57,15 @@ class Diagnosis:
     with_differences: bool
 
     def mismatches(self, blocks: Sequence[JacobianBlock]) -> list[Mismatch]:
-        """Returns a mismatch for each block that is wrong by more than rounding; the first few in detail."""
-        found: list[Mismatch] = []
-        for block in blocks:
-            if len(found) >= _BLOCKS_SHOWN:
-                found.append(self.named(block))
-                continue
-            values = self._worst_values(block)
-            if not self._is_rounding(block, values):
-                found.append(self._described(block, values))
-        return found
+        """Returns a mismatch for each block, the first few in detail."""
+        shown = [self._described(block, self._worst_values(block)) for block in blocks[:_BLOCKS_SHOWN]]
+        return [*shown, *map(self.named, blocks[_BLOCKS_SHOWN:])]
 
     def whole(self, block: JacobianBlock) -> Mismatch | None:
         """Computes a block that projections have shown to be wrong, and returns its mismatch, if it has one."""
         values = self._values(block, *self._ranges(block), self.with_differences)
         block.count = int((self._excesses(values) > 1).sum())
-        return None if not block.count or self._is_rounding(block, values) else self._described(block, values)
+        return self._described(block, values) if block.count else None
 
     def named(self, block: JacobianBlock) -> Mismatch:
         """Returns a mismatch without details."""
@@ -127,26 +118,6 @@ class Diagnosis:
             tolerance=tolerance,
         )
 
-    def _is_rounding(self, block: JacobianBlock, values: BlockValues) -> bool:
-        """Whether all differences from finite differences are rounding: they change with the inputs' last digits."""
-        if self.by_autodiff:  # `Comparison.entries` has allowed for rounding
-            return False
-        tolerance = self.comparison.tolerance
-        difference = values.analytic - values.numeric
-        wrong = self._excesses(values) > 1
-        if not tolerance.is_tight or not (abs(difference) <= tolerance.plain(values.numeric))[wrong].all():
-            return False
-        change = np.max([abs(error - difference) for error in self._nudged_errors(block, values)], axis=0)
-        return bool((STEADY * change >= abs(difference))[wrong].all())
-
-    def _nudged_errors(self, block: JacobianBlock, values: BlockValues) -> Iterator[Any]:
-        """Yields the differences at inputs that are almost equal."""
-        evaluator = self.comparison.evaluator
-        for xs in nudges(evaluator.xs):
-            nudged = replace(self, comparison=replace(self.comparison, evaluator=evaluator.at(xs)))
-            moved = nudged._values(block, values.rows, values.columns, True)
-            yield moved.analytic - moved.numeric
-
     def _reference(self, values: BlockValues) -> Any:
         return values.autodiff if self.by_autodiff else values.numeric
 
@@ -190,18 +161,16 @@ class Diagnosis:
             return entries.T if d.is_forward else entries
 
         comparison = self.comparison
-        numeric = errors = None
-        if with_differences:
-            numeric, errors = map(entries_of, comparison.differences(d, basis, which))
         if self.by_autodiff:
-            analytic, autodiff, tolerances = map(entries_of, zip(*comparison.entries(d, basis, which), strict=True))
-        else:
-            analytic, autodiff = (
-                None if isinstance(f, UnavailableError) else entries_of(comparison.values(f, basis, which))
-                for f in (d.rule, d.reference)
+            analytic, autodiff, tolerances = map(
+                entries_of, zip(*comparison.entries_with_autodiff(d, basis, which), strict=True)
             )
-            tolerances = comparison.tolerance.estimated(numeric, largest(numeric), errors)
-        return BlockValues(rows, columns, analytic, numeric, errors, autodiff, tolerances)
+            numeric = entries_of(comparison.differences(d, basis, which)[0]) if with_differences else None
+        else:
+            compared = comparison.entries_with_differences(d, available(d.rule), basis, which)
+            analytic, numeric, tolerances = map(entries_of, zip(*compared, strict=True))
+            autodiff = entries_of(comparison.values(available(d.reference), basis, which)) if d.has_reference else None
+        return BlockValues(rows, columns, analytic, numeric, autodiff, tolerances)
 
 
 def _worst(excesses: Any) -> list[tuple[int, int]]:

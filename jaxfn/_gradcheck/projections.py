@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-from functools import cached_property
+from itertools import product
 from typing import Any
 
 import numpy as np
 
-from jaxfn._gradcheck.compare import Comparison, JacobianBlock
-from jaxfn._gradcheck.evaluation.vectors import Arrays, Vectors, random_vectors
+from jaxfn._gradcheck.compare import Comparison, Evaluated, JacobianBlock
+from jaxfn._gradcheck.evaluation.vectors import Vectors, random_vectors
 from jaxfn._gradcheck.problem.derivatives import ADMode, Derivative, available
 from jaxfn._gradcheck.problem.problem import Leaf
-from jaxfn._gradcheck.tolerance import SAFETY, excess, largest
+from jaxfn._gradcheck.tolerance import excess
 
 PROJECTIONS = 2  # per output and per input
 
@@ -26,55 +25,43 @@ class Projections:
         self._of_outputs = [_unit_vectors(leaf, 10 + i) for i, leaf in enumerate(d.outputs)]
         self._of_inputs = [_unit_vectors(leaf, 1000 + j) for j, leaf in enumerate(d.inputs)]
 
-    @cached_property
-    def _differences(self) -> tuple[Arrays, Arrays]:
-        """Finite differences along the vectors of the inputs, and estimates of their errors."""
-        c = self._comparison
-        every = _each(c.derivatives.inputs, self._of_inputs)
-        return c.evaluator.differences(c.derivatives.target, every, c.step)
-
     def with_autodiff(self, mode: ADMode) -> list[JacobianBlock]:
         """Compares `v^T J`, or `J u`, by the rule and by autodiff, entry by entry."""
-        rule, reference = self._values(mode, available(mode.rule), available(mode.reference))
-        blocks: list[JacobianBlock] = []
-        for result, arrays in enumerate(zip(rule, reference, strict=True)):
-            for seed, (analytic, expected) in enumerate(zip(*map(_split, arrays), strict=True)):
-                bound = self._comparison.tolerance.precise(expected, largest(expected))
-                blocks += _block(mode, seed, result, excess(analytic, expected, bound))
-        return blocks
+
+        def evaluate(comparison: Comparison) -> Evaluated:
+            values = Projections(comparison)._values(mode, available(mode.rule), available(mode.reference))
+            return [(a, r, 0.0) for arrays in zip(*values, strict=True) for a, r in _split(*arrays)]
+
+        return _wrong(mode, self._comparison.compare_with_autodiff(evaluate))
 
     def with_differences(self, mode: ADMode, derivative: Derivative, *, coarsely: bool = False) -> list[JacobianBlock]:
         """Compares `J u`, entry by entry, or `v^T J u`, by a derivative and by finite differences."""
-        (values,) = self._values(mode, derivative)
-        if not mode.is_forward:
-            return self._scalars(mode, values)
-        blocks: list[JacobianBlock] = []
-        for i, arrays in enumerate(zip(values, *self._differences, strict=True)):
-            for j, (analytic, numeric, error) in enumerate(zip(*map(_split, arrays), strict=True)):
-                bound = self._comparison.bound(numeric, SAFETY * abs(error) + self._rounding(i), coarsely)
-                blocks += _block(mode, j, i, excess(analytic, numeric, bound))
-        return blocks
 
-    def _scalars(self, mode: ADMode, values: list[Any]) -> list[JacobianBlock]:
-        blocks: list[JacobianBlock] = []
-        tolerance = self._comparison.tolerance
-        for j, (of_all_outputs, u) in enumerate(zip(values, map(_flat, self._of_inputs), strict=True)):
-            for i, (projected, v) in enumerate(zip(_split(of_all_outputs), map(_flat, self._of_outputs), strict=True)):
-                analytic = (projected.conj() @ u.T).real
-                numbers, errors = (_split(columns[i])[j] for columns in self._differences)
-                numeric = (v.conj() @ numbers.T).real
-                error = abs(v) @ (SAFETY * abs(errors) + self._rounding(i)).T
-                sums = np.outer(abs(v).sum(axis=1), abs(u).sum(axis=1))
-                bound = replace(tolerance, atol=tolerance.atol * sums).estimated(numeric, largest(numeric), error)
-                blocks += _block(mode, i, j, excess(analytic, numeric, bound))
-        return blocks
+        def evaluate(comparison: Comparison) -> Evaluated:
+            return Projections(comparison)._with_differences(mode, derivative)
+
+        return _wrong(mode, self._comparison.compare_with_differences(evaluate, coarsely=coarsely))
+
+    def _with_differences(self, mode: ADMode, derivative: Derivative) -> Evaluated:
+        """Returns values by a derivative, finite differences and bounds of their errors: `J u`, or else `v^T J u`."""
+        (values,) = self._values(mode, derivative)
+        numbers, errors = self._comparison.columns(_each(self._comparison.derivatives.inputs, self._of_inputs))
+        errors = list(map(abs, errors))
+        if mode.is_forward:
+            return [arrays for columns in zip(values, numbers, errors, strict=True) for arrays in _split(*columns)]
+        found: Evaluated = []
+        for j, (of_outputs, u) in enumerate(zip(values, map(_flat, self._of_inputs), strict=True)):
+            for i, ((projected,), v) in enumerate(zip(_split(of_outputs), map(_flat, self._of_outputs), strict=True)):
+                number, error = _split(numbers[i], errors[i])[j]
+                # By these torch multiplies atol; they are 0 for empty arrays, and otherwise at least 1.
+                sums = np.maximum(np.outer(abs(v).sum(axis=1), abs(u).sum(axis=1)), 1)
+                terms = (projected.conj() @ u.T).real, (v.conj() @ number.T).real, abs(v) @ error.T
+                found.append(tuple(term / sums for term in terms))
+        return found
 
     def _values(self, mode: ADMode, *derivatives: Derivative) -> list[list[Any]]:
         vectors = self._of_inputs if mode.is_forward else self._of_outputs
         return self._comparison.evaluator.along(derivatives, _each(mode.seed_leaves, vectors))
-
-    def _rounding(self, output: int) -> Any:
-        return self._comparison.rounding()[output]
 
 
 def _each(leaves: tuple[Leaf, ...], vectors: list[Any]) -> Vectors:
@@ -91,18 +78,24 @@ def _where(chosen: Any, vectors: Any) -> Any:
     return vectors * chosen.reshape(-1, *[1] * (vectors.ndim - 1))
 
 
-def _split(array: Any) -> list[Any]:
+def _split(*arrays: Any) -> list[tuple[Any, ...]]:
     """Splits the results for `_each` by leaf."""
-    return [array[i : i + PROJECTIONS] for i in range(0, len(array), PROJECTIONS)]
+    return [tuple(a[i : i + PROJECTIONS] for a in arrays) for i in range(0, len(arrays[0]), PROJECTIONS)]
 
 
 def _flat(vectors: Any) -> Any:
     return vectors.reshape(PROJECTIONS, -1)
 
 
-def _block(mode: ADMode, seed: int, result: int, excesses: Any) -> list[JacobianBlock]:
-    count = int((excesses > 1).sum())
-    return [JacobianBlock(*mode.output_and_input(seed, result), count)] if count else []
+def _wrong(mode: ADMode, compared: Evaluated) -> list[JacobianBlock]:
+    """Returns the wrong blocks, from values, references and tolerances for each result leaf and seed leaf."""
+    counts = [int((excess(*arrays) > 1).sum()) for arrays in compared]
+    indices = product(range(len(mode.result_leaves)), range(len(mode.seed_leaves)))
+    return [
+        JacobianBlock(*mode.output_and_input(seed, result), count)
+        for (result, seed), count in zip(indices, counts, strict=True)
+        if count
+    ]
 
 
 def _unit_vectors(leaf: Leaf, seed: int) -> Any:

@@ -224,8 +224,7 @@ class _Check:
 
     def _compare_jacobians(self) -> None:
         d = self.derivatives
-        outputs = self.findings[self.modes[-1].name].outputs
-        comparison = Comparison(d, self.tolerance, self.step, self.evaluator, outputs)
+        comparison = Comparison(d, self.tolerance, self.step, self.evaluator)
         method: Comparison | Projections = comparison
         if self.options.fast_mode:
             self.report.notes.append(f"fast mode: {PROJECTIONS} random projections of each output and each input")
@@ -248,6 +247,7 @@ class _Check:
                     f"{mode.method} is not linear: its {mode.result_name}s are NaN for some {mode.seed_name}s, but "
                     "right for unit vectors."
                 )
+        self.report.notes += comparison.notes
         of_backward = [m for m in self.report.mismatches if m.check == d.reverse.name]
         if any(all(entry.analytic == 0 for entry in mismatch.entries) for mismatch in of_backward):
             self.report.notes += [f"{m} returned None for {x}, so its gradient is zero" for m, x in d.without_gradient]

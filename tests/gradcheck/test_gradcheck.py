@@ -398,6 +398,58 @@ def test_rounding_is_not_mistaken_for_a_mistake():
     passes(cube, 1e3 * normal(20), reference="autodiff")
 
 
+def losing_digits(forward, gradient):
+    """Returns a function that makes a Function of `forward`, whose gradient is a factor times `gradient(x)`."""
+
+    def function(factor):
+        def saving(ctx, x):
+            ctx.save_for_backward(x)
+            return forward(x)
+
+        return rule(saving, lambda ctx, g: factor * g * gradient(*ctx.saved_tensors))
+
+    return function
+
+
+def variance(x):
+    """The variance of rows, with the rounding of squares."""
+    return jnp.mean(x * x, 1, keepdims=True) - jnp.mean(x, 1, keepdims=True) ** 2
+
+
+variance_rule = losing_digits(variance, lambda x: (x - x.mean(1, keepdims=True)) / 2)
+square = losing_digits(lambda x: (x + 1e4) ** 2 - 2e4 * x - 1e8 + x, lambda x: 2 * x.conj() + 1)
+sine = losing_digits(lambda x: (2 * jnp.sin(x) - jnp.sin(x + 1e-4) - jnp.sin(x - 1e-4)) * 1e8, lambda x: jnp.cos(x))
+total = losing_digits(lambda x: jnp.sum(x + 1e10 * np.array([1, -1, 1, -1, 1, -1])), jnp.ones_like)
+# Functions whose finite differences are mostly rounding, with points, and factors that exceed it.
+LOSING_DIGITS = {
+    "square": (square, normal(6), 1.5),
+    "square of zeros": (square, np.zeros(3), 1.5),
+    "complex square": (square, normal(3) + 1j * normal(3, seed=1), 1.5),
+    "variance": (variance_rule, normal(3, 4) + 1e4, 2.0),
+    "variance in float32": (
+        losing_digits(
+            lambda x: variance(x.astype("float32")).astype(x.dtype), lambda x: (x - x.mean(1, keepdims=True)) / 2
+        ),
+        normal(3, 4) + 30,
+        2.0,
+    ),
+    "second difference": (sine, normal(4), 1.5),
+    "multiples of the step": (total, normal(6), 30.0),
+}
+
+
+@row("G3")
+@cells("function, fast_mode", [("square", False), ("variance", True)], LOSING_DIGITS, [False, True])
+def test_finite_differences_that_are_mostly_rounding(function, fast_mode):
+    """They do not overrule autodiff, and where they decide, only larger differences are mistakes."""
+    with_factor, x, factor = LOSING_DIGITS[function]
+    passes(with_factor(1.0), x, fast_mode=fast_mode)
+    failure(with_factor(1.01), x, fast_mode=fast_mode)
+    report = passes(with_factor(1.0), x, fast_mode=fast_mode, reference="finite_differences")
+    assert fast_mode or any("larger errors" in note for note in report.notes)
+    failure(with_factor(factor), x, fast_mode=fast_mode, reference="finite_differences")
+
+
 @row("G3")
 @pytest.mark.parametrize(
     "forward", [lambda x, b: b * jnp.sin(x), lambda x, b: jnp.sum(b * jnp.sin(x))], ids=["diagonal", "row"]

@@ -20,11 +20,13 @@ from jaxfn._gradcheck.problem.derivatives import Derivative
 from jaxfn._gradcheck.problem.problem import LeafFunction
 from jaxfn._gradcheck.problem.staging import bytes_per_call
 from jaxfn._gradcheck.report.progress import Progress
+from jaxfn._gradcheck.tolerance import SAFETY
 
 # Larger batches are slower, as they no longer fit into the processor's caches.
 BATCH_BYTES = 16 << 20
 _LOOP_BATCH = 64
 _STEPS = (1, -1, 2, -2)
+_DIFFERENCE_ULPS = 4  # rounding error of a difference of two values, in units in their last place
 
 
 def points(xs: Sequence[Any], vectors: Arrays, step: float) -> Arrays:
@@ -37,10 +39,10 @@ def _points(x: Any, vectors: Any, steps: Any) -> Any:
     return (x + steps * vectors[:, None]).reshape(len(steps) * len(vectors), *x.shape)
 
 
-def differences(outputs: Arrays, step: float) -> tuple[Arrays, Arrays]:
-    """Returns derivatives from values at `points`, to fourth order in the step, and estimates of their errors.
+def differences(outputs: Arrays, step: float, precision: float) -> tuple[Arrays, Arrays]:
+    """Returns derivatives from values at `points`, to fourth order in the step, and bounds of their errors.
 
-    Each has shape (vectors, size), for each output.
+    Each has shape (vectors, size), for each output; a bound of a complex number has those of both parts.
     """
     values: Arrays = []
     errors: Arrays = []
@@ -49,7 +51,9 @@ def differences(outputs: Arrays, step: float) -> tuple[Arrays, Arrays]:
         above, below, far_above, far_below = np.moveaxis(rows, 1, 0)
         near, far = (above - below) / (2 * step), (far_above - far_below) / (4 * step)
         values.append((4 * near - far) / 3)
-        errors.append(near - far)
+        error, rounding = near - far, _DIFFERENCE_ULPS * precision / step * abs(above)
+        bound = SAFETY * abs(error.real) + rounding
+        errors.append(bound + 1j * (SAFETY * abs(error.imag) + rounding) if np.iscomplexobj(error) else bound)
     return values, errors
 
 
@@ -104,8 +108,10 @@ class BatchedEvaluator:
         key = *map(id, derivatives), combine  # the derivatives live as long as the check
         return self._batches(key, compute, derivatives, vectors, vectors.make)
 
-    def differences(self, function: LeafFunction, vectors: Vectors, step: float) -> tuple[Arrays, Arrays]:
-        """Returns finite differences of a function along vectors of inputs, and their errors; see `differences`."""
+    def differences(
+        self, function: LeafFunction, vectors: Vectors, step: float, precision: float
+    ) -> tuple[Arrays, Arrays]:
+        """Returns finite differences of a function along vectors of inputs; see `differences`."""
         steps = step * np.asarray(_STEPS, float)
 
         def compute(functions: Sequence[LeafFunction], xs: Arrays, step_and_components: Arrays) -> list[Arrays]:
@@ -120,7 +126,7 @@ class BatchedEvaluator:
             return [np.tile(steps, len(numbers)), *every]
 
         (outputs,) = _flat(self._batches((id(function),), compute, [function], vectors, make, len(_STEPS)))
-        return differences(outputs, step)
+        return differences(outputs, step, precision)
 
     def _batches(
         self,
