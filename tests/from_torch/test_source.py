@@ -85,6 +85,7 @@ def leaves_of(value: Any) -> list[Any]:
 
 
 @row("H17")
+@pytest.mark.filterwarnings("ignore:To copy construct from a tensor")
 @pytest.mark.parametrize("name", samples.WRITTEN)
 def test_the_written_source_computes_as_torch(name):
     function, args = samples.WRITTEN[name]

@@ -520,20 +520,6 @@ class TanhBackward(Function):
         return grad_output * torch.tanh(x)
 
 
-@not_supported(r"y is read after an in-place update, through another variable(.|\n)*return y \+ 1", normal(3, 4))
-class Alias(Function):
-    @staticmethod
-    def forward(ctx, x):
-        y = x.clone()
-        z = y.view(-1)
-        z.mul_(2)
-        return y + 1
-
-    @staticmethod
-    def backward(ctx, grad_output):
-        return 2 * grad_output
-
-
 @not_supported(r"row is read after an in-place update", normal(3, 4))
 class AliasOfRow(Function):
     @staticmethod
@@ -668,3 +654,67 @@ class FailingForwardMode(Function):
     @staticmethod
     def jvp(ctx, tangent):
         return tangent * ctx.saved_tensors[1]
+
+
+@written(normal(3, 4), 0.5)
+class WritesThroughViews(Function):
+    """Updates of a tensor through other variables, and through expressions, that share its memory."""
+
+    @staticmethod
+    def forward(ctx, x, rate):
+        output = x.clone()
+        _, order = x.flatten().abs().sort()
+        number = int(rate * x.numel())
+        flat = output.flatten()
+        flat[order[:number]] = 0
+        flat[order[number:]] += 1
+        return output
+
+    @staticmethod
+    def backward(ctx, gradient):
+        gradient = gradient.clone()
+        columns = gradient.t()
+        columns[0] = 5
+        column = columns[1]
+        column *= 2
+        gradient.view(-1)[1] = 7
+        gradient.narrow(1, 2, 1).mul_(3)
+        gradient.permute(1, 0).select(0, 1).add_(1)
+        gradient[:, 1:].diagonal().fill_(0.5)
+        scale = (gradient * 0 + 2).exp_().mul_(gradient.detach().neg_())
+        return gradient + scale, None
+
+
+@written(normal(3, 4), normal(4, seed=1))
+class StoredGradients(Function):
+    """`backward` inside, and the gradients that it stores."""
+
+    @staticmethod
+    def forward(ctx, x, bias):
+        with torch.enable_grad():
+            y = x.detach().requires_grad_()
+            loss = y.cos().sum()
+            torch.autograd.backward(loss)
+        ctx.save_for_backward(x, bias)
+        return (x * bias).sin() + y.grad
+
+    @staticmethod
+    def backward(ctx, gradient):
+        x, bias = ctx.saved_tensors
+        with torch.enable_grad():
+            x = x.detach()
+            x.requires_grad = True
+            bias = bias.detach()
+            bias.requires_grad = True
+            y = (x * bias).sin()
+            y.backward(gradient=gradient)
+        return x.grad - gradient * x.cos(), bias.grad.flatten()
+
+
+DTYPES = {torch.float32: torch.complex64, torch.float64: torch.complex128}
+
+
+@written(normal(3, 3), normal(3, seed=1))
+def copies_and_constants(x, y):
+    index = torch.ones(3, 3).triu().reshape(9).nonzero(as_tuple=False)
+    return x.to(DTYPES[x.dtype]), x.reshape(9)[index] * torch.tensor(y)[0]

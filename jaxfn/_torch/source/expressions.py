@@ -15,11 +15,20 @@ import torch
 
 from jaxfn._torch.source import rules
 from jaxfn._torch.source.observe import ObservedRun, ObservedTensor, is_function_class, is_user_function
-from jaxfn._torch.source.source_file import FunctionNode, SourceFile, Span, bound_names, root_name
+from jaxfn._torch.source.source_file import (
+    FunctionNode,
+    SourceFile,
+    Span,
+    bound_names,
+    root_name,
+    viewed,
+    viewed_name,
+    views_in,
+)
 from jaxfn._torch.source.spelling import NoRuleError, as_operand, fields, fill, parenthesize, parse_expression, select
 from jaxfn._torch.source.table import Argument, Entry, code_of, table
 from jaxfn._torch.source.typecheck import TemplateCheck, dtype_text
-from jaxfn._torch.source.vjp_regions import Region, names_of
+from jaxfn._torch.source.vjp_regions import Region, argument_of, gradient_of, is_backward, names_of
 from jaxfn._torch.values.errors import TranslationError
 
 Site = tuple[str, Span]
@@ -105,6 +114,7 @@ class ExpressionRewriter:
         self._node = node
         self._variables = [bound_names(node)]
         self._before: list[str] = []
+        self._after: list[str] = []
         self._conditional = 0
         self._loops = 0
         self._removed_indent = 0
@@ -157,9 +167,11 @@ class ExpressionRewriter:
         text = self._apply(call, name, arguments, keywords, inner[1] if inner is not None else None)
         if inner is not None:
             return inner[0], text
-        if isinstance(target, ast.Call) or not isinstance(target, (ast.Name, ast.Attribute, ast.Subscript)):
+        if not isinstance(target, (ast.Name, ast.Attribute, ast.Subscript)):
             if self._is_fresh(target):
                 return None, text
+            if viewed_name(target) is not None:
+                return target, text
             raise NoRuleError(
                 f"{self._file.segment(target)} is updated in place, and shares memory with another tensor"
             )
@@ -190,17 +202,62 @@ class ExpressionRewriter:
 
     def _store(self, target: ast.expr, text: str) -> str:
         """Returns the statement that gives an expression a new value."""
-        if isinstance(target, ast.Attribute) and target.attr == "data":
-            return self._store(target.value, text)
-        if isinstance(target, ast.Subscript) and self._is_tensor(target.value):
-            base = as_operand(self._render(target.value))
-            return self._store(target.value, f"{base}.at[{self._index(target)}].set({text})")
+        base = viewed(target)
+        if base is not None and self._is_tensor(base):
+            return self._store(base, self._viewed_value(target, base, text))
         if isinstance(target, ast.Name):
             if not self._is_variable(target.id):
                 raise NoRuleError(f"{target.id} belongs to an enclosing scope and is updated in place")
+            self._write_back(target)
         elif not isinstance(target, (ast.Attribute, ast.Subscript)):
             raise NoRuleError(f"{self._file.segment(target)} is updated in place")
         return f"{self._render(target)} = {text}"
+
+    def _viewed_value(self, view: ast.expr, base: ast.expr, text: str) -> str:
+        """Returns the new value of the tensor that is updated through a view; `text` is that of the view."""
+        x, new = as_operand(self._render(base)), as_operand(text)
+        if isinstance(view, ast.Subscript):
+            return f"{x}.at[{self._index(view)}].set({text})"
+        if not isinstance(view, ast.Call):  # x.data
+            return text
+        name, (_, *nodes) = self._callee(view)
+        arguments = [self._argument(node).text for node in nodes]
+        joined = ", ".join(arguments)
+        codes = {
+            "t": f"{new}.T",
+            "detach": text,
+            "contiguous": text,
+            "permute": f"{new}.transpose(np.argsort(({joined},)))",
+        }
+        if name in ("transpose", "swapaxes", "swapdims"):
+            codes[name] = f"{new}.swapaxes({joined})"
+        elif name == "narrow" and len(arguments) == 3:
+            codes[name] = f"lax.dynamic_update_slice_in_dim({x}, {text}, {arguments[1]}, {arguments[0]})"
+        elif name == "select" and len(arguments) == 2:
+            codes[name] = f"at_index({x}, {joined}).set({text})"
+        elif name == "diagonal" and not arguments and self._value(base).ndim == 2:
+            codes[name] = f"jnp.fill_diagonal({x}, {text}, inplace=False)"
+        elif name in ("flatten", "ravel", "reshape", "reshape_as", "squeeze", "unsqueeze", "view", "view_as"):
+            codes[name] = f"{new}.reshape({x}.shape)"
+        if view.keywords or name not in codes:
+            raise NoRuleError(f"a tensor is updated in place through {name}")
+        return self._options.spell(codes[name])
+
+    def _write_back(self, target: ast.Name) -> None:
+        """Adds the statement that updates the variable of which an updated variable is a view, if it is read later."""
+        views, loads = views_in(self._node), [n for n in ast.walk(self._node) if isinstance(n, ast.Name)]
+        view, name = views.get(target.id, (None, None))
+        base = viewed(view) if view is not None else None
+        if view is None or base is None or self._is_fresh(view):
+            return
+        names: set[str] = set()
+        while name is not None:
+            names.add(name.id)
+            _, name = views.get(name.id, (None, None))
+        if self._loops or any(n.id in names and n.lineno > target.lineno for n in loads):
+            position = len(self._after)  # That of this statement, before those of variables further up.
+            stored = self._store(base, self._viewed_value(view, base, target.id))
+            self._after.insert(position, stored)
 
     def _writes_tensor(self, target: ast.Subscript | ast.Attribute) -> bool:
         return self._is_tensor(target.value) and (isinstance(target, ast.Subscript) or target.attr == "data")
@@ -396,6 +453,12 @@ class ExpressionRewriter:
             return self._detached(node)
         if node.attr == "requires_grad":
             return self._requires_grad(node)
+        if (
+            node.attr == "grad"
+            and isinstance(node.value, ast.Name)
+            and any(node.value.id in r.inputs and is_backward(r.calls[0]) for r in self._regions)
+        ):
+            return gradient_of(node.value.id)
         if node.attr in rules.ATTRIBUTES:
             return fill(rules.ATTRIBUTES[node.attr], {"input": self._render(node.value)})
         if node.attr not in rules.SHARED_ATTRIBUTES:
@@ -741,17 +804,24 @@ class ExpressionRewriter:
                 "it is not clear what autograd differentiates; write `x = x.detach().requires_grad_()`, then the "
                 "statements that compute y, then `torch.autograd.grad(y, x, grad_output)`"
             )
-        weights = args[2] if len(args) > 2 else named.get("grad_outputs")
-        text = self._options.spell(f"jnp.ones_like({region.outputs[0]})") if weights is None else weights.text
-        is_single = len(region.outputs) == 1
-        if weights is not None and is_single == isinstance(weights.node, (ast.Tuple, ast.List)):
-            text = f"{as_operand(text)}[0]" if is_single else f"tuple({text})"
+        pulled = self._pulled(call, region)
         names = names_of((args[1] if len(args) > 1 else named["inputs"]).node)
-        pulled = f"{region.vjp}({text})"
         if [*names] == [*region.inputs]:
             return pulled
         elements = [f"{pulled}[{region.inputs.index(name)}]" for name in names]
         return f"({', '.join(elements)}{',' * (len(elements) == 1)})"
+
+    _call_backward = _call_grad
+
+    def _pulled(self, call: ast.Call, region: Region) -> str:
+        """Returns the gradients of a region, a tuple."""
+        weights = argument_of(call, 1 if is_backward(call) else 2, "grad_outputs", "gradient", "grad_tensors")
+        if weights is None:
+            return self._options.spell(f"{region.vjp}(jnp.ones_like({region.outputs[0]}))")
+        text, is_single = self._render(weights), len(region.outputs) == 1
+        if is_single == isinstance(weights, (ast.Tuple, ast.List)):
+            text = f"{as_operand(text)}[0]" if is_single else f"tuple({text})"
+        return f"{region.vjp}({text})"
 
     def _call_requires_grad_(self, call: ast.Call, args: list[Argument], named: Mapping[Any, Argument]) -> str | None:
         """Returns the tensor of `x.detach().requires_grad_()`, a variable of autograd inside."""
@@ -781,7 +851,7 @@ class ExpressionRewriter:
     def _call_nonzero(self, call: ast.Call, args: list[Argument], named: Mapping[Any, Argument]) -> str | None:
         if not self._is_constant(args[0].node):
             raise NoRuleError("the number of nonzero elements depends on values")
-        function = "np.nonzero" if "as_tuple" in named else "np.argwhere"
+        function = "np.nonzero" if "as_tuple" in named and named["as_tuple"].value else "np.argwhere"
         return f"{self._options.spell(function)}({self._in_numpy(args[0].node)})"
 
     def _call_type(self, call: ast.Call, args: list[Argument], named: Mapping[Any, Argument]) -> str | None:

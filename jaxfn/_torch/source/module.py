@@ -505,11 +505,15 @@ def _literal(name: str, value: Any, where: str) -> str:
         items = ", ".join(_literal(name, x, where) for x in value)
         return f"({items}{',' * (len(value) == 1)})" if isinstance(value, tuple) else f"[{items}]"
     if isinstance(value, dict):
-        return f"{{{', '.join(f'{k!r}: {_literal(name, v, where)}' for k, v in value.items())}}}"
+        return f"{{{', '.join(f'{_key(k)}: {_literal(name, v, where)}' for k, v in value.items())}}}"
     raise TranslationError(
         f"the source of {where} cannot be rewritten: {name} is a {type(value).__name__} outside the function. Pass it "
         "as an argument"
     )
+
+
+def _key(value: Any) -> str:
+    return f"jnp.dtype({dtype_text(value)})" if isinstance(value, torch.dtype) else repr(value)
 
 
 def _aliased(line: str, name: str, new: str) -> str:

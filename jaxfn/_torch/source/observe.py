@@ -22,7 +22,16 @@ from torch.utils import _pytree as torch_tree
 
 from jaxfn._torch._compat import scripted_function
 from jaxfn._torch.graph.source_lines import is_user_code
-from jaxfn._torch.source.source_file import FunctionNode, SourceFile, SourceFiles, Span, bound_names, root_name
+from jaxfn._torch.source.source_file import (
+    FunctionNode,
+    SourceFile,
+    SourceFiles,
+    Span,
+    bound_names,
+    root_name,
+    viewed_name,
+    views_in,
+)
 from jaxfn._torch.values.errors import TranslationError
 
 METHODS = ("forward", "backward", "vjp", "setup_context", "jvp", "vmap")
@@ -307,6 +316,7 @@ class _Instrument(ast.NodeTransformer):
         self._hooks = hooks
         self._file = file
         self._variables: set[str] = set()
+        self._views: dict[str | None, str] = {}
 
     def function(self, node: FunctionNode) -> FunctionNode:
         new = copy.deepcopy(node)
@@ -355,15 +365,18 @@ class _Instrument(ast.NodeTransformer):
         return node
 
     def visit_FunctionDef(self, node: ast.FunctionDef) -> Any:
-        outer = self._variables
+        outer = self._variables, self._views
         undeclared = {name for n in ast.walk(node) if isinstance(n, (ast.Global, ast.Nonlocal)) for name in n.names}
-        self._variables = bound_names(node) - undeclared
+        self._variables, self._views = (
+            bound_names(node) - undeclared,
+            {name: view.id for name, (_, view) in views_in(node).items()},
+        )
         arguments = node.args
         parameters = [*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs]
         entered = self._call("enter", self._variables_dict(x.arg for x in parameters))
         first: ast.stmt = ast.Assign([ast.Name(_FRAME, ast.Store())], entered)
         node.body = [first, *self._statements(node.body)]
-        self._variables = outer
+        self._variables, self._views = outer
         return node
 
     def visit_ClassDef(self, node: ast.ClassDef) -> Any:
@@ -397,11 +410,14 @@ class _Instrument(ast.NodeTransformer):
                 if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
                     root = node
                 elif isinstance(node, (ast.Subscript, ast.Attribute)) and isinstance(node.ctx, ast.Store):
-                    root = root_name(node)
+                    root = root_name(node) or viewed_name(node)
                 elif isinstance(node, ast.Call) and not isinstance(statement, ast.Return):
                     root = updated_variable(node, self._variables)
                 if root is not None and root.id in self._variables:
                     names.add(root.id)
+                    name: str | None = root.id
+                    while (name := self._views.get(name)) is not None:  # The written code updates that variable too.
+                        names |= {name} & self._variables
             if isinstance(statement, ast.AnnAssign) and statement.value is None:
                 return set()
         return names - _comprehension_names(statement)
@@ -441,7 +457,7 @@ def updated_variable(call: ast.Call, variables: set[str]) -> ast.Name | None:
     if not (name.endswith("_") and not name.endswith("__")) and not {"inplace", "out"} & {*keywords}:
         return None
     candidates = [keywords.get("out"), getattr(function, "value", None), *call.args[:1], keywords.get("input")]
-    roots = [root_name(node) for node in candidates if node is not None]
+    roots = [root_name(node) or viewed_name(node) for node in candidates if node is not None]
     return next((root for root in roots if root is not None and root.id in variables), None)
 
 

@@ -15,7 +15,7 @@ from jaxfn._torch.source.observe import ObservedTensor
 from jaxfn._torch.source.source_file import FunctionNode, SourceFile, Span, bound_names
 from jaxfn._torch.source.spelling import NoRuleError, fill
 from jaxfn._torch.source.typecheck import OtherValuesError
-from jaxfn._torch.source.vjp_regions import Region, find_regions
+from jaxfn._torch.source.vjp_regions import Region, find_regions, gradient_of
 
 Site = tuple[str, Span]
 
@@ -111,7 +111,7 @@ class FunctionRewriter(ExpressionRewriter):
         return any(isinstance(n, ast.Name) and n.id in names for n in ast.walk(node))
 
     def _statement(self, s: ast.stmt) -> None:
-        self._before = []
+        self._before, self._after = [], []
         try:
             method: Callable[[Any], None] | None = getattr(self, f"_{type(s).__name__.lower()}", None)
             if method is None:
@@ -121,8 +121,8 @@ class FunctionRewriter(ExpressionRewriter):
             self._error(s, str(error))
 
     def _replace(self, s: ast.stmt, *lines: str) -> None:
-        """Replaces a statement by lines, preceded by those of in-place updates inside it."""
-        new = [*self._before, *lines]
+        """Replaces a statement by lines, between those of updates inside it and of variables that share its memory."""
+        new = [*self._before, *lines, *self._after]
         if not new:
             self._remove(s)
             return
@@ -150,11 +150,11 @@ class FunctionRewriter(ExpressionRewriter):
         if text != self._file.segment(node):
             self.edits[self._file.span(node)] = text
 
-    def _simple(self, s: ast.stmt, value: ast.expr | None) -> None:
+    def _simple(self, s: ast.stmt, value: ast.expr | None, text: str = "") -> None:
         """Rewrites the value of a statement, which follows in-place updates inside it."""
         if value is None:
             return
-        text = self._render(value)
+        text = text or self._render(value)
         targets = s.targets if isinstance(s, ast.Assign) else []
         if [text] == [x.id for x in targets if isinstance(x, ast.Name)] and len(targets) == 1 and not self._before:
             self._remove(s)
@@ -174,6 +174,11 @@ class FunctionRewriter(ExpressionRewriter):
             name = call.func.attr if isinstance(call.func, ast.Attribute) else getattr(call.func, "id", "")
             if name == "mark_dirty" and isinstance(self._bound_self(call), torch.autograd.function.FunctionCtx):
                 self._remove(s)  # An input that is updated gets a new value; the old one does not change.
+                return
+            if (region := next((r for r in self._regions if call in r.calls), None)) is not None:
+                names = ", ".join(map(gradient_of, region.inputs))
+                names = names if len(region.inputs) > 1 else f"({names},)"
+                self._replace(s, f"{names} = {self._pulled(call, region)}")
                 return
             if name in rules.DROPPED_STATEMENTS and self._is_torch_call(call):
                 self._remove(s)
@@ -210,12 +215,13 @@ class FunctionRewriter(ExpressionRewriter):
             names = [self._file.segment(x) for x in s.targets]
             if isinstance(stored, ast.Name):
                 chain = dict.fromkeys([*names, stored.id])
+                self._write_back(stored)
                 self._replace(s, " = ".join((*chain, text)))
             else:
                 self._replace(s, self._store(stored, text), f"{' = '.join(names)} = {self._render(stored)}")
             return
         if update is not None and update[0] is None:
-            self.edits[self._file.span(s.value)] = update[1]
+            self._simple(s, s.value, update[1])
             return
         if isinstance(target, ast.Name) and target.id in self._numpy_variables and self._is_constant(s.value):
             self.edits[self._file.span(s.value)] = self._in_numpy(s.value)
@@ -259,15 +265,17 @@ class FunctionRewriter(ExpressionRewriter):
         if before and isinstance(before[0], ObservedTensor) and isinstance(target, ast.Name):
             if not self._is_variable(target.id):
                 raise NoRuleError(f"{target.id} belongs to an enclosing scope and is updated in place")
+            self._write_back(target)
             value = self._render(s.value)
             operation = ast.BinOp(ast.Name("x", ast.Load()), s.op, ast.Name("y", ast.Load()))
             template = ast.unparse(operation).replace("x", "{x}").replace("y", "{y}")
             values = [(f(target), f(s.value)) for f in (self._value, self._value_in_double)]
-            if any(
+            text = fill(template, {"x": target.id, "y": value})
+            has_cast = any(
                 isinstance(x, ObservedTensor) and self._check.cast(template, {"x": x, "y": y}, x) for x, y in values
-            ):
-                text = fill(template, {"x": target.id, "y": value})
-                self._replace(s, f"{target.id} = ({text}).astype({target.id}.dtype)")
+            )
+            if has_cast or self._after:
+                self._replace(s, f"{target.id} = " + (f"({text}).astype({target.id}.dtype)" if has_cast else text))
                 return
         self._target(target)
         self._simple(s, s.value)

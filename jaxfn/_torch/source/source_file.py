@@ -111,6 +111,44 @@ class SourceFiles:
         return self._files[path]
 
 
+# Methods whose result shares the memory of the tensor.
+VIEWS = frozenset(
+    {"contiguous", "detach", "diagonal", "flatten", "narrow", "permute", "ravel", "reshape", "reshape_as", "select"}
+    | {"squeeze", "swapaxes", "swapdims", "t", "transpose", "unsqueeze", "view", "view_as"}
+)
+
+
+def viewed(node: ast.AST) -> ast.expr | None:
+    """Returns the tensor of which an expression such as `x[i]` or `x.view(-1)` is a view; `None` if it is none."""
+    if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in VIEWS:
+        return node.func.value
+    if isinstance(node, ast.Subscript) or (isinstance(node, ast.Attribute) and node.attr == "data"):
+        return node.value
+    return None
+
+
+def viewed_name(node: ast.expr) -> ast.Name | None:
+    """Returns the variable that an expression such as `x` or `x.view(-1)[i]` is a view of."""
+    while (base := viewed(node)) is not None:
+        node = base
+    return node if isinstance(node, ast.Name) else None
+
+
+def views_in(node: ast.AST) -> dict[str, tuple[ast.expr, ast.Name]]:
+    """Returns the variables of a function that are assigned once, a view: the view, and the variable that it is of."""
+    updates = [n.target for n in ast.walk(node) if isinstance(n, ast.AugAssign)]
+    names = [n for n in ast.walk(node) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)]
+    stores = [n.id for n in names if n not in updates]
+    found: dict[str, tuple[ast.expr, ast.Name]] = {}
+    for s in ast.walk(node):
+        target = s.targets[0] if isinstance(s, ast.Assign) and len(s.targets) == 1 else None
+        if isinstance(s, ast.Assign) and isinstance(target, ast.Name) and stores.count(target.id) == 1:
+            name = viewed_name(s.value)
+            if name is not None and name is not s.value:
+                found[target.id] = s.value, name
+    return found
+
+
 def root_name(node: ast.expr) -> ast.Name | None:
     """Returns the variable that an expression such as `x`, `x[i]` or `x.data` is part of."""
     while isinstance(node, (ast.Attribute, ast.Subscript)):

@@ -1,4 +1,4 @@
-"""Statements that `torch.autograd.grad` differentiates inside a function, which become a function for `jax.vjp`."""
+"""Statements that autograd differentiates inside a function, which become a function for `jax.vjp`."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class Region(NamedTuple):
     Attributes:
       inputs: The variables by which they are differentiated.
       others: The other variables that they assign and later statements read.
-      calls: The calls of `torch.autograd.grad`.
+      calls: The calls of `torch.autograd.grad`, or the one of `backward`.
       function: The name of the function that the statements become.
       vjp: The name of its derivative.
     """
@@ -48,11 +48,11 @@ def find_regions(node: FunctionNode, value: Callable[[ast.expr], Any]) -> list[R
     """Returns the regions of a function; `value` returns the observed value of an expression."""
     if isinstance(node, ast.Lambda):
         return []
-    calls = [n for n in ast.walk(node) if isinstance(n, ast.Call) and value(n.func) is torch.autograd.grad]
+    calls = [n for n in ast.walk(node) if isinstance(n, ast.Call) and _differentiates(value(n.func))]
     calls.sort(key=lambda call: (call.lineno, call.col_offset))
     by_outputs: dict[tuple[str, ...], list[ast.Call]] = {}
     for call in calls:
-        by_outputs.setdefault(names_of(_argument(call, 0, "outputs")), []).append(call)
+        by_outputs.setdefault(names_of(argument_of(call, 0, "outputs", "tensors")), []).append(call)
     flat = list(_statements(node.body))
     return [r for outputs, group in by_outputs.items() if (r := _region(node, flat, outputs, group)) is not None]
 
@@ -64,9 +64,35 @@ def names_of(node: ast.expr | None) -> tuple[str, ...]:
     return names if len(names) == len(nodes) else ()
 
 
-def _argument(call: ast.Call, position: int, name: str) -> ast.expr | None:
+def gradient_of(name: str) -> str:
+    """Returns the variable for the gradient that `backward` stores."""
+    return f"{name}_grad"
+
+
+def argument_of(call: ast.Call, position: int, *names: str) -> ast.expr | None:
+    """Returns an argument of `torch.autograd.grad`, `torch.autograd.backward` or `y.backward`; `None` without it."""
     named = {keyword.arg: keyword.value for keyword in call.keywords}
-    return call.args[position] if len(call.args) > position else named.get(name)
+    is_method = is_backward(call) and not ast.unparse(call.func).endswith("autograd.backward")
+    passed = [call.func.value, *call.args] if is_method and isinstance(call.func, ast.Attribute) else call.args
+    return passed[position] if len(passed) > position else next((named[x] for x in names if x in named), None)
+
+
+def is_backward(call: ast.Call) -> bool:
+    """Whether a call that differentiates stores gradients, as `y.backward()`, and does not return them."""
+    return isinstance(call.func, ast.Attribute) and call.func.attr == "backward"
+
+
+def _differentiates(function: Any) -> bool:
+    is_tensors = isinstance(getattr(function, "__self__", None), torch.Tensor) and function.__name__ == "backward"
+    return is_tensors or function in (torch.autograd.grad, torch.autograd.backward)
+
+
+def _inputs(node: ast.FunctionDef, call: ast.Call) -> tuple[str, ...]:
+    """Returns the variables by which a call differentiates: for `backward`, those whose `grad` the code reads."""
+    if not is_backward(call):
+        return names_of(argument_of(call, 1, "inputs"))
+    reads = [n.value for n in ast.walk(node) if isinstance(n, ast.Attribute) and n.attr == "grad"]
+    return tuple(dict.fromkeys(x.id for x in reads if isinstance(x, ast.Name)))
 
 
 def _statements(body: Sequence[ast.stmt]) -> Iterator[ast.stmt]:
@@ -81,8 +107,8 @@ def _statements(body: Sequence[ast.stmt]) -> Iterator[ast.stmt]:
 def _region(
     node: ast.FunctionDef, flat: Sequence[ast.stmt], outputs: tuple[str, ...], calls: Sequence[ast.Call]
 ) -> Region | None:
-    by_call = [names_of(_argument(call, 1, "inputs")) for call in calls]
-    if not outputs or not all(by_call):
+    by_call = [_inputs(node, call) for call in calls]
+    if not outputs or not all(by_call) or (len(calls) > 1 and any(map(is_backward, calls))):
         return None
     inputs = dict.fromkeys(name for names in by_call for name in names)
     end = next(i for i, s in enumerate(flat) if any(n in calls for n in ast.walk(s)))
