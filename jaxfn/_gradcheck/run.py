@@ -247,7 +247,7 @@ class _Check:
                     f"{mode.method} is not linear: its {mode.result_name}s are NaN for some {mode.seed_name}s, but "
                     "right for unit vectors."
                 )
-        self.report.notes += comparison.notes
+        self.report.notes += comparison.notes if self.report.passed else ()
         of_backward = [m for m in self.report.mismatches if m.check == d.reverse.name]
         if any(all(entry.analytic == 0 for entry in mismatch.entries) for mismatch in of_backward):
             self.report.notes += [f"{m} returned None for {x}, so its gradient is zero" for m, x in d.without_gradient]

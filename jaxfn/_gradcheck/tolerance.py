@@ -19,16 +19,10 @@ entry of a Jacobian is allowed only the rounding of a short sum of terms as larg
 difference counts as rounding if it is at most that of a long sum of the largest terms, and changes when inputs change
 in their last digits, as rounding does and a mistake does not.
 
-# Note: finite differences that are mostly rounding
-
-If `forward` subtracts large numbers, the estimated error of a finite difference is rounding too, and may be small by
-chance:
-
-    forward        (x + 1e4)**2 - 2e4 * x - 1e8, whose values are multiples of 1.5e-8
-    numeric        2.8 for x = 1.42, with errors of 1e-2
-
-So where a derivative differs, the errors are also estimated at inputs and steps that are a little different, and the
-largest counts. The same evaluations show errors of autodiff: it changes there, and the rule does not.
+Values that lose digits, as multiples of 1.5e-8 in `(x + 1e4)**2 - 2e4 * x - 1e8`, make finite differences mostly
+rounding, and their estimated error too, which may be small by chance. So where a derivative differs, errors are also
+estimated at other inputs and steps near by, and the largest counts. Autodiff has errors if it changes there and the
+rule does not.
 """
 
 from __future__ import annotations
