@@ -27,6 +27,7 @@ from jaxfn._torch.graph.reads import (
     NO_VALUES,
     Answerer,
     CallValues,
+    GraphSoFar,
     NoValues,
     are_concrete,
     first_answers,
@@ -107,6 +108,7 @@ class TracedCode(Opaque):
         self.reads = state.recorder.reads
         self.skipped = state.recorder.skipped
         self.knows_sizes = state.recorder.answerer.knows_sizes
+        self._was_valid = False
         translation = TranslatedGraph(self.graph_module, code.config.replacements.operations)
         self._unsupported = translation.unsupported
         self._constants = translation.constants
@@ -154,22 +156,41 @@ class TracedCode(Opaque):
 
     def compute_reads(self, arrays: Sequence[Any], key: Any) -> list[Any]:
         """Returns what the reads give for these arrays."""
-        num_inputs = sum(node.op == "placeholder" for node in self.graph_module.graph.nodes)
-        return self._run(arrays[:num_inputs], key, self._constants())[self._num_results :]
+        inputs = arrays[: len(self._graph.inputs)]
+        return self._run(inputs, key, self._constants())[self._num_results :]
 
-    def run_if_valid(self, arrays: Sequence[Any], key: Any) -> tuple[Any, list[np.ndarray[Any, Any]]]:
-        """Returns the graph's results, `None` if a read differs from the trace's answer, and what the reads gave."""
+    def run_if_valid(
+        self, arrays: Sequence[Any], key: Any, known: Sequence[np.ndarray[Any, Any]]
+    ) -> tuple[Any, list[np.ndarray[Any, Any]]]:
+        """Returns the graph's results, `None` if a read differs from the trace's answer, and what the reads gave.
+
+        The graph is compiled if it has been valid before: many courses are taken once. `known` is what the first reads
+        gave in another trace.
+        """
         self._check_runnable(key)
         with self._naming_errors():
             # In a compiled graph, a Function inside that reads values could not be differentiated.
-            is_eager = any(f.reads for f in self.functions) and any(isinstance(x, Tracer) for x in arrays)
-            run = self._run_with_checks if is_eager else self._run_compiled_with_checks
-            results, read, extremes = run(arrays, key, self._constants())
-            answers = first_answers(read, self.reads)
-            if not self.begins_with(answers):
-                return None, answers
-            self._check_indices(extremes)
-            return results, answers
+            is_differentiated = any(f.reads for f in self.functions) and any(isinstance(x, Tracer) for x in arrays)
+            if self._was_valid and not is_differentiated:
+                results, read, extremes = self._run_compiled_with_checks(arrays, key, self._constants())
+                answers = first_answers(read, self.reads)
+                if not self.begins_with(answers):
+                    return None, answers
+                self._check_indices(extremes)
+                return results, answers
+        values = CallValues(arrays, key, known, outside_trace, self.knows_sizes)
+        answers = values.first_answers(self._graph, self.reads)
+        if not self.begins_with(answers):
+            return None, answers
+        self._was_valid = True
+        return self.run_graph(arrays, key, values.values), answers
+
+    @property
+    def _graph(self) -> GraphSoFar:
+        nodes = self.graph_module.graph.nodes
+        constants = {str(x.target): getattr(self.graph_module, str(x.target)) for x in nodes if x.op == "get_attr"}
+        inputs = [x for x in nodes if x.op == "placeholder"]
+        return GraphSoFar(self.graph_module.graph, inputs, constants, self.code.config.replacements.operations)
 
     def begins_with(self, answers: Sequence[np.ndarray[Any, Any]]) -> bool:
         """Whether these are the answers to the first reads."""
@@ -721,7 +742,7 @@ class TraceLookup(NamedTuple, Generic[_T]):
         answers: list[np.ndarray[Any, Any]] = []
         for traced in cached:
             if traced.begins_with(answers):
-                results, answers = traced.run_if_valid(arrays, key)
+                results, answers = traced.run_if_valid(arrays, key, answers)
                 if results is not None:
                     self.cache.move_to_front(cache_key, traced)
                     return traced, results

@@ -55,7 +55,7 @@ class Read(NamedTuple):
 
 
 class GraphSoFar(NamedTuple):
-    """A graph that is being recorded, with its inputs, constants and replaced operations."""
+    """A graph, perhaps while it is recorded, with its inputs, constants and replaced operations."""
 
     graph: Graph
     inputs: Sequence[Node]
@@ -175,6 +175,15 @@ class CallValues:
             return known
         self._known *= same_bits(known, answer)  # What follows was read after another answer.
         return answer
+
+    def first_answers(self, graph: GraphSoFar, reads: Sequence[Read]) -> list[np.ndarray[Any, Any]]:
+        """Returns what the reads of a trace give, up to the first that differs from the trace's answer."""
+        found: list[np.ndarray[Any, Any]] = []
+        for read in reads:
+            found.append(self.answer(graph, read.node, read.line))
+            if not same_bits(found[-1], read.answer):
+                break
+        return found
 
     def _evaluate(self, graph: GraphSoFar, node: Node) -> None:
         """Adds the values of a node and of all that it is computed from."""
