@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from types import SimpleNamespace
 from typing import Any
 
@@ -575,20 +576,63 @@ class AppliesReading(torch.autograd.Function):
         return CASES["if_in_backward"].apply(g * x) + 0 * AppliesReading.apply(x)
 
 
+class DifferentiatesReading(torch.autograd.Function):
+    """Autograd inside `forward` differentiates a Function that reads in its `backward`, in every call."""
+
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        with torch.enable_grad():
+            leaf = x.detach().requires_grad_()
+            (gradient,) = torch.autograd.grad(IfSum.apply(leaf * leaf).sum(), leaf)
+        return gradient + x
+
+    @staticmethod
+    def backward(ctx, g):
+        return g * ctx.saved_tensors[0].cos()
+
+
+NESTED: dict[str, tuple[Any, tuple[Any, ...]]] = {
+    "recursive": (AppliesItself, (0,)),
+    "forward and backward": (AppliesReading, ()),
+    "autograd inside": (DifferentiatesReading, ()),
+}
+
+
 @row("H20")
-@cells("name", ["AppliesItself", "AppliesReading"], ["AppliesItself", "AppliesReading"])
+@cells("name", [*NESTED], NESTED)
 def test_functions_that_functions_apply_read(name: str):
-    theirs = AppliesReading
-    if name == "AppliesItself":
-        theirs = SimpleNamespace(apply=lambda x: AppliesItself.apply(x, 0))
-    F = jaxfn.from_torch(AppliesReading if name == "AppliesReading" else AppliesItself)
-    ours = F if name == "AppliesReading" else SimpleNamespace(apply=lambda x: F.apply(x, 0))
-    for values in [*INPUTS, INPUTS[0], INPUTS[2]]:
+    function, others = NESTED[name]
+    converted = jaxfn.from_torch(function)
+    theirs = SimpleNamespace(apply=lambda x: function.apply(x, *others))
+    ours = SimpleNamespace(apply=lambda x: converted.apply(x, *others))
+    for values in [*INPUTS, INPUTS[0], INPUTS[2], INPUTS[0]]:
         x = np.array(values, np.float32)
         expected = in_torch(theirs, x)
         for theirs_, ours_ in zip(expected, in_jax(ours, jnp.asarray(x)), strict=True):
             np.testing.assert_allclose(ours_, theirs_, rtol=2e-4, atol=1e-5)
         np.testing.assert_allclose(jax.vmap(ours.apply, 1, 1)(jnp.stack([x, x], 1))[:, 1], expected[0], rtol=1e-5)
+
+
+@row("H12", "H20")
+def test_threads_read_in_functions_inside():
+    """A read without an answer leaves reference cycles, which only one thread at a time can collect."""
+    F, found = jaxfn.from_torch(AppliesReading), dict[int, Any]()
+
+    def run(i: int) -> None:
+        for values in INPUTS[i:] + INPUTS[:i]:
+            found[i] = jax.vjp(F.apply, jnp.array(values))[1](jnp.ones(4))[0]
+
+    threads = [threading.Thread(target=run, args=(i,)) for i in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for i, gradient in found.items():
+        tensor = torch.tensor(INPUTS[i - 1], requires_grad=True)
+        AppliesReading.apply(tensor).sum().backward()
+        np.testing.assert_allclose(gradient, tensor.grad, rtol=1e-5)
+    assert len(found) == 4
 
 
 @row("H20")

@@ -108,6 +108,7 @@ class TracedCode(Opaque):
         self.reads = state.recorder.reads
         self.skipped = state.recorder.skipped
         self.knows_sizes = state.recorder.answerer.knows_sizes
+        self._differentiates_functions = state.differentiates_functions
         self._was_valid = False
         translation = TranslatedGraph(self.graph_module, code.config.replacements.operations)
         self._unsupported = translation.unsupported
@@ -169,9 +170,9 @@ class TracedCode(Opaque):
         """
         self._check_runnable(key)
         with self._naming_errors():
-            # In a compiled graph, a Function inside that reads values could not be differentiated.
-            is_differentiated = any(f.reads for f in self.functions) and any(isinstance(x, Tracer) for x in arrays)
-            if self._was_valid and not is_differentiated:
+            is_differentiated = self._differentiates_functions or any(isinstance(x, Tracer) for x in arrays)
+            # In a compiled graph, a Function inside that reads values cannot be differentiated.
+            if self._was_valid and not (is_differentiated and any(f.reads for f in self.functions)):
                 results, read, extremes = self._run_compiled_with_checks(arrays, key, self._constants())
                 answers = first_answers(read, self.reads)
                 if not self.begins_with(answers):

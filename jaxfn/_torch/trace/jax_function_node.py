@@ -59,6 +59,7 @@ class JaxFunctionNode:
 
     def backward(self, tensors: Sequence[torch.Tensor], outputs: Sequence[int]) -> JaxFunctionNode:
         """Returns the derivative: a function of these tensors and of the gradients of these outputs."""
+        self.state.differentiates_functions = True
         inputs = [i for i, x in enumerate(tensors) if _is_differentiable(x.dtype)]
         num_tensors, function = len(tensors), self.function  # The graph references these only, and not `self`.
 

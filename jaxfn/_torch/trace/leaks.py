@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import threading
+import time
 import types
 import weakref
 from collections.abc import Generator
@@ -22,6 +23,7 @@ from jaxfn._torch._compat import FakeTensor, FunctionalTensor, storage_id, witho
 from jaxfn._torch.values.errors import TranslationError
 
 _THREAD = threading.local()
+_COLLECTING = threading.RLock()
 
 
 def track(value: Any) -> Any:
@@ -102,10 +104,17 @@ def _release(tracked: list[weakref.ref[Any]], *, is_named: bool) -> str | None:
     The location is only found if `is_named`, since that takes time proportional to the number of Python objects.
     """
     tensors = _live(tracked)
-    if is_named and any(map(_is_traced, tensors)):
+    # Reference cycles of autograd and of exception frames reference tensors for a while.
+    for _ in range(5 if is_named else 0):
+        if not any(map(_is_traced, tensors)):
+            break
         del tensors
-        gc.collect()  # Reference cycles of autograd and of exception frames reference tensors for a while.
+        with _COLLECTING:
+            gc.collect()
         tensors = _live(tracked)
+        if threading.active_count() == 1:
+            break
+        time.sleep(0.02)  # While another thread collects garbage, `gc.collect` does nothing.
     tracked.clear()  # Tensors with weak references cannot be swapped.
     location: str | None = None
     referenced_by_torch: list[FunctionalTensor] = []

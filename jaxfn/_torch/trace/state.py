@@ -121,6 +121,7 @@ class TraceState:
         name.
       hook_on_used_output: The line that registers a hook on a tensor that its own derivative may use, if any.
       functions: The traces of the Functions that the code applied, in order.
+      differentiates_functions: Whether autograd inside the code differentiated one of them.
     """
 
     def __init__(
@@ -151,6 +152,7 @@ class TraceState:
         self.first_access: dict[tuple[int, str], str] = {}
         self.hook_on_used_output: str | None = None
         self.functions: list[Any] = []
+        self.differentiates_functions = False
         self._requires_grad: dict[int, bool] = {}
         self._inputs: list[torch.Tensor] = []
 
