@@ -354,13 +354,19 @@ class FunctionRewriter(ExpressionRewriter):
         between = self._file.slice((self._file.line_span(s.lineno, s.lineno)[0], header_end))
         comment = between.rstrip("\n").rpartition("#")[2] if "#" in between else None
         head = "" if comment is None else f"{' ' * s.col_offset}#{comment}\n"
-        self.edits[self._file.line_span(s.lineno, s.lineno)[0], header_end] = head
+        header = self._file.line_span(s.lineno, s.lineno)[0]
+        # Around it, an outer `with` may have removed the indentation of these lines.
+        self.edits = {k: text for k, text in self.edits.items() if not header <= k[0] < header_end}
+        self.edits[header, header_end] = head[self._removed_indent :]
+        removed = {k[0]: k for k, text in self.edits.items() if not text}
         depth = first.col_offset - s.col_offset
         for line in range(first.lineno, last.end_lineno + 1):
             start, end = self._file.line_span(line, line)
             inside_string = any(n.lineno < line <= (n.end_lineno or 0) for n in strings)
             if not inside_string and self._file.slice((start, end))[:depth].isspace() and end - start > depth:
-                self.edits[start, start + depth] = ""
+                before = removed.get(start, (start, start))
+                self.edits.pop(before, None)
+                self.edits[start, before[1] + depth] = ""
         return depth
 
     def _import(self, s: ast.Import) -> None:

@@ -139,12 +139,18 @@ def views_in(node: ast.AST) -> dict[str, tuple[ast.expr, ast.Name]]:
     updates = [n.target for n in ast.walk(node) if isinstance(n, ast.AugAssign)]
     names = [n for n in ast.walk(node) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)]
     stores = [n.id for n in names if n not in updates]
+    stores += [n.arg for n in ast.walk(node) if isinstance(n, ast.arg)]
     found: dict[str, tuple[ast.expr, ast.Name]] = {}
     for s in ast.walk(node):
         target = s.targets[0] if isinstance(s, ast.Assign) and len(s.targets) == 1 else None
         if isinstance(s, ast.Assign) and isinstance(target, ast.Name) and stores.count(target.id) == 1:
             name = viewed_name(s.value)
-            if name is not None and name is not s.value:
+            if name is None or name is s.value:
+                continue
+            root = name.id
+            while root in found:
+                root = found[root][1].id
+            if root != target.id:  # As in `x = x.detach()`.
                 found[target.id] = s.value, name
     return found
 
