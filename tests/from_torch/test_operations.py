@@ -60,7 +60,7 @@ nn.functional.embedding nn.functional.hardshrink nn.functional.interpolate.bicub
 nn.functional.interpolate.bilinear nn.functional.interpolate.linear nn.functional.interpolate.nearest
 nn.functional.interpolate.nearest-exact nn.functional.interpolate.trilinear nn.functional.max_pool2d
 nn.functional.max_pool3d nn.functional.pad.reflect nn.functional.pad.replicate nn.functional.pad.replicate_negative
-nn.functional.pdist nn.functional.softshrink linalg.det linalg.slogdet linalg.solve linalg.inv
+nn.functional.pdist nn.functional.softshrink nn.functional.unfold linalg.det linalg.slogdet linalg.solve linalg.inv
 """
 
 # Operations of every kind whose derivative is compared without `--all`.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import re
 from collections.abc import Callable
@@ -82,6 +83,7 @@ POOLINGS: dict[str, Case] = {
     "adaptive, overlaps": (lambda x: F.adaptive_avg_pool2d(x, (3, 5)), ((2, 3, 7, 4),)),
     "adaptive, many windows": (lambda x: F.adaptive_avg_pool1d(x, 19), ((2, 3, 21),)),
     "blocks of 17": (lambda x: F.avg_pool1d(x, 17), ((2, 3, 40),)),
+    "overlaps of three": (lambda x: F.avg_pool1d(x, 5, 2, 2), ((2, 3, 12),)),
     "divisor_override": (lambda x: F.avg_pool3d(x, 2, (1, 2, 2), divisor_override=3), ((2, 3, 4, 5, 3),)),
 }
 OTHERS: dict[str, Case] = {
@@ -90,10 +92,15 @@ OTHERS: dict[str, Case] = {
     "windows of one element": (lambda x: x.unfold(1, 1, 1), ((4, 3),)),
     "bicubic": (lambda x: F.interpolate(x, (7, 13), mode="bicubic"), ((2, 3, 5, 6),)),
     "many readers": (lambda x: F.interpolate(x, 40, mode="linear"), ((2, 3, 2),)),
+    "repeated": (lambda x: F.interpolate(x, scale_factor=3), ((2, 3, 4),)),
     "smaller": (lambda x: F.interpolate(x, (3, 4), mode="nearest"), ((2, 3, 5, 11),)),
     "reflection": (lambda x: F.pad(x, (2, 1, -1, 3), mode="reflect"), ((2, 3, 5, 4),)),
     "only the left edge": (lambda x: F.pad(x, (4, -5), mode="replicate"), ((2, 3, 3),)),
     "index_select": (lambda x: x.index_select(1, torch.tensor([2, 0, 2])), ((2, 3, 4),)),
+    "index": (lambda x: x[:, torch.tensor([2, 0, -1])], ((2, 3, 4),)),
+    "unfold": (lambda x: F.unfold(x, (2, 3), (1, 2), (1, 0), (2, 1)), ((2, 3, 5, 7),)),
+    "unfold, blocks": (lambda x: F.unfold(x, (2, 3), stride=(2, 3)), ((2, 3, 5, 7),)),
+    "max": (lambda x: x.max(1)[0], ((2, 5, 3),)),
     "cumsum": (lambda x: x.cumsum(1), ((2, 5, 3),)),
     "cumprod": (lambda x: x.cumprod(-1), ((2, 5, 3),)),
     "logcumsumexp": (lambda x: x.logcumsumexp(1), ((2, 5, 3),)),
@@ -102,6 +109,16 @@ OTHERS: dict[str, Case] = {
     "topk": (lambda x: x.topk(2, 1, largest=False)[0], ((3, 17, 2),)),
 }
 CASES = CONVOLUTIONS | POOLINGS | OTHERS
+# JAX shards no indices over Explicit axes, and the sum of normalized squares hardly has a gradient.
+NOT_SHARDED: dict[str, Case] = {
+    "adaptive maxima": (lambda x: F.adaptive_max_pool2d(x, (3, 2)), ((2, 3, 7, 5),)),
+    "gather": (lambda x: x.gather(2, torch.tensor([[[3, 0], [0, 1]]]).expand(len(x), 2, 2)), ((2, 3, 4),)),
+    "fold": (lambda x: F.fold(x, (5, 7), (2, 3), padding=1, stride=2), ((2, 12, 12),)),
+    "layer_norm": (lambda x: F.layer_norm(x, (3, 4)), ((5, 3, 4),)),
+    "index_add": (lambda x: x.index_add(1, torch.tensor([2, 0, 2]), x.flip(1)), ((2, 3, 4),)),
+    "index_copy": (lambda x: x.index_copy(2, torch.tensor([2, 0]), x[..., :2] ** 2), ((2, 3, 4),)),
+    "index_fill": (lambda x: x.index_fill(1, torch.tensor([2, 0, 3]), x.sum()), ((2, 4, 3),)),
+}
 
 # Equal functions, where torch has no second derivative, or a wrong one.
 REFERENCES: dict[str, Callable[..., Any]] = {
@@ -119,9 +136,9 @@ def arrays_of(shapes: Any) -> list[np.ndarray]:
     return [generator.standard_normal(shape) for shape in shapes]
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", CASES | NOT_SHARDED)
 def test_values_and_derivatives_of_both_orders_match_torch(name: str) -> None:
-    function, shapes = CASES[name]
+    function, shapes = (CASES | NOT_SHARDED)[name]
     reference = REFERENCES.get(name, function)
     args, directions = arrays_of(shapes), arrays_of(shapes[::-1])[::-1]
 
@@ -228,6 +245,57 @@ def test_a_gpu_and_a_tpu_run_one_convolution_and_two_in_reverse_mode(name: str, 
     operations = re.findall(r"stablehlo\.(\w+)", text)
     assert operations.count("convolution") == 3
     assert not {"optimization_barrier", "concatenate", "slice"} & set(operations)
+
+
+@pytest.mark.parametrize(
+    "name", ["bicubic", "smaller", "adaptive, overlaps", "adaptive, many windows", "unfold", "index"]
+)
+def test_numbers_that_are_not_finite_reach_the_results_that_read_them(name: str) -> None:
+    function, (shape,) = OTHERS.get(name) or POOLINGS[name]
+    x = np.ones(shape)
+    x.flat[3], x.flat[-2] = np.inf, np.nan
+    y, pull = jax.vjp(jaxfn.from_torch(function), jnp.asarray(x))
+    tensor = torch.tensor(x, requires_grad=True)
+    expected = function(tensor)
+    np.testing.assert_allclose(y, expected.detach(), rtol=1e-12)
+    gradient = np.ones(y.shape)
+    gradient.flat[3] = np.nan
+    (wanted,) = torch.autograd.grad(expected, tensor, torch.tensor(gradient))
+    np.testing.assert_allclose(pull(jnp.asarray(gradient))[0], wanted, rtol=1e-12)
+
+
+INF = float("inf")
+# Numbers, and the derivatives of `logcumsumexp`. Torch's are NaN in the columns of the first -inf.
+SUMS_OF_INFINITE: list[tuple[list[float], list[list[float]]]] = [
+    ([-INF, 0, 0], [[1, 0, 0], [0, 1, 0], [0, 0.5, 0.5]]),
+    ([-INF, -INF, 0], [[1, 0, 0], [0, 1, 0], [0, 0, 1]]),
+    ([0, -INF, 0], [[1, 0, 0], [1, 0, 0], [0.5, 0, 0.5]]),
+    ([0, INF, -INF], [[1, 0, 0], [0, 1, 0], [0, 1, 0]]),
+]
+
+
+@pytest.mark.parametrize("is_sharded", [False, True])
+def test_sums_of_exponentials_of_infinite_numbers_have_derivatives(is_sharded: bool) -> None:
+    """Checks both modes, and both the form for a CPU and the one for other platforms, which sharded arrays use."""
+    x, expected = map(np.array, zip(*SUMS_OF_INFINITE, strict=True))
+    sums = jaxfn.from_torch(lambda x: x.logcumsumexp(-1))
+    mesh = jax.make_mesh((2,), ("i",), axis_types=(jax.sharding.AxisType.Explicit,))
+    with jax.set_mesh(mesh) if is_sharded else contextlib.nullcontext():
+        operand = jax.device_put(x, jax.NamedSharding(mesh, jax.P("i"))) if is_sharded else jnp.asarray(x)
+        columns = [jax.jvp(sums, (operand,), (jnp.zeros_like(operand).at[:, i].set(1),))[1] for i in range(3)]
+        rows = [jax.vjp(sums, operand)[1](jnp.zeros_like(operand).at[:, i].set(1))[0] for i in range(3)]
+    np.testing.assert_allclose(np.stack(columns, -1), expected, rtol=1e-12)
+    np.testing.assert_allclose(np.stack(rows, -2), expected, rtol=1e-12)
+
+
+@pytest.mark.parametrize("name", ["logaddexp", "logaddexp2"])
+def test_sums_of_two_exponentials_have_torchs_derivatives_at_infinity(name: str) -> None:
+    pairs = np.array([*itertools.product([INF, -INF, 1.0], repeat=2)])
+    function = getattr(torch, name)
+    tensors = [torch.tensor(x, requires_grad=True) for x in pairs.T]
+    expected = torch.autograd.grad(function(*tensors).sum(), tensors)
+    got = jax.grad(lambda x, y: jaxfn.from_torch(function)(x, y).sum(), (0, 1))(*pairs.T)
+    np.testing.assert_allclose(got, torch.stack(expected), rtol=1e-12)
 
 
 VALUES = [0.0, -0.0, 1.0, float("nan"), -1.0, 1.0, float("-inf"), float("inf"), -float("nan"), 1.0, -1.0, 2.0] * 2

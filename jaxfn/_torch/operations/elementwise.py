@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
@@ -59,6 +60,21 @@ register_all(
         "aten.signbit": jnp.signbit,
     }
 )
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
+def log_of_sum(base: float, x: Array, y: Array) -> Array:
+    """Computes the logarithm of the sum of two powers of `base`, which is 2 or e. JAX's derivative is wrong at inf."""
+    return jnp.logaddexp2(x, y) if base == 2 else jnp.logaddexp(x, y)
+
+
+@log_of_sum.defjvp
+def _log_of_sum_jvp(base: float, primals: tuple[Array, Array], tangents: tuple[Array, Array]) -> tuple[Array, Array]:
+    x, y = primals
+    ahead = np.log(base).astype(x.dtype) * (y - x)
+    return log_of_sum(base, x, y), tangents[0] * lax.logistic(-ahead) + tangents[1] * lax.logistic(ahead)
+
+
 register_all(
     {
         "aten.atan2": promote_to_inexact(jnp.arctan2),
@@ -69,8 +85,8 @@ register_all(
         "aten.maximum": promote(jnp.maximum),
         "aten.minimum": promote(jnp.minimum),
         "aten.remainder": promote(jnp.remainder),
-        "aten.logaddexp": promote_to_inexact(jnp.logaddexp),
-        "aten.logaddexp2": promote_to_inexact(jnp.logaddexp2),
+        "aten.logaddexp": promote_to_inexact(functools.partial(log_of_sum, np.e)),
+        "aten.logaddexp2": promote_to_inexact(functools.partial(log_of_sum, 2)),
         "aten.heaviside": promote(jnp.heaviside),
     },
     accepts_half=True,

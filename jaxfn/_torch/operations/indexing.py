@@ -7,7 +7,7 @@ Which indices are out of range depends on the operation: negative ones count fro
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -16,8 +16,8 @@ import numpy as np
 from jax import Array
 
 from jaxfn._torch.operations.dims import along, vector
-from jaxfn._torch.operations.platforms import along_axis
-from jaxfn._torch.operations.promotion import half_to_single, result_type
+from jaxfn._torch.operations.platforms import along_axis, by_platform
+from jaxfn._torch.operations.promotion import half_to_single, is_inexact, result_type
 from jaxfn._torch.operations.shapes import to_dtype
 from jaxfn._torch.operations.table import data_movement, mark_unsupported, operation
 from jaxfn._torch.values.errors import TranslationError
@@ -55,8 +55,31 @@ def repeat_interleave(repeats: Array, *, output_size: int) -> Array:
 
 
 def read(x: Array, at: Any, *, wraps: bool = False) -> Array:
-    """Returns `x[at]`, filled where an index is out of range. A negative one is out of range unless it `wraps`."""
-    return x.at[at].get(mode="fill", wrap_negative_indices=wraps)
+    """Returns `x[at]`, filled where an index is out of range. A negative one is out of range unless it `wraps`.
+
+    JAX's mode "fill" looks for such indices by a reduction, which takes longer on a CPU than to read the elements.
+    """
+    at = at if isinstance(at, tuple) else (at,)
+    if not x.size:
+        return x.at[at].get(mode="fill", wrap_negative_indices=wraps)
+    is_inside, existing = np.ones((), bool), [*at]
+    arrays = [axis for axis, i in enumerate(at) if not isinstance(i, slice)]
+    for axis in arrays:
+        if isinstance(i := at[axis], Array):
+            existing[axis] = i = jnp.where(i < 0, i + x.shape[axis], i) if wraps else i
+            is_inside = is_inside & (i >= 0) & (i < x.shape[axis])
+    # An index out of range reads some element here, and its gradient is dropped.
+    values = x.at[tuple(existing)].get(mode="promise_in_bounds", wrap_negative_indices=False)
+    # The axes of the indices follow the slices before them, or are the first ones if slices separate them.
+    first = arrays[0] if arrays[-1] - arrays[0] < len(arrays) else 0
+    behind = values.ndim - first - max(np.ndim(at[axis]) for axis in arrays)
+    is_inside = jnp.expand_dims(is_inside, range(np.ndim(is_inside), np.ndim(is_inside) + behind))
+    if not is_inexact(x):
+        lowest = True if x.dtype == np.bool_ else jnp.iinfo(x.dtype).min or jnp.iinfo(x.dtype).max
+        return jnp.where(is_inside, values, jnp.asarray(lowest, x.dtype))
+    # A sum, as the derivative of `where` would select from the whole gradient. Adding -0 changes no number.
+    zero = complex(-0.0, -0.0) if jnp.iscomplexobj(x) else -0.0
+    return values + jnp.where(is_inside, jnp.asarray(zero, x.dtype), jnp.asarray(np.nan, x.dtype))
 
 
 @data_movement("aten.index", "aten._unsafe_index")
@@ -66,6 +89,9 @@ def index(x: Array, indices: Indices) -> Array:
             "indexing with a boolean mask gives a result whose size depends on the mask's values, and JAX compiles for "
             "known sizes; use `torch.where(mask, x, 0)`"
         )
+    given = [(axis, i) for axis, i in enumerate(indices) if i is not None]
+    if len(given) == 1 and given[0][1].ndim == 1:
+        return _read_along(x, *given[0], wraps=True)
     return read(x, _positions(indices), wraps=True)
 
 
@@ -136,11 +162,17 @@ def put(x: Array, indices: Array, source: Array, accumulate: bool = False) -> Ar
 
 @data_movement("aten.index_select")
 def index_select(x: Array, dim: int, indices: Array) -> Array:
-    def read_along(x: Array, axis: int, indices: Array) -> Array:
-        return read(x, along(x, axis, indices))
-
-    rows = along_axis(read_along, vector(x), dim % max(x.ndim, 1), vector(indices))
+    rows = _read_along(vector(x), dim % max(x.ndim, 1), vector(indices))
     return rows.reshape(()) if x.ndim == 0 else rows
+
+
+def _read_along(x: Array, axis: int, indices: Array, wraps: bool = False) -> Array:
+    def read_at(x: Array, axis: int, indices: Array) -> Array:
+        return read(x, along(x, axis, indices), wraps=wraps)
+
+    # To move the axis costs a copy of `x`.
+    is_moved = indices.size > x.shape[axis] // 8
+    return along_axis(read_at, x, axis, indices) if is_moved else read_at(x, axis, indices)
 
 
 def _along(x: Array, dim: int, indices: Array) -> tuple[Any, ...]:
@@ -154,7 +186,19 @@ def _along(x: Array, dim: int, indices: Array) -> tuple[Any, ...]:
 def gather(x: Array, dim: int, indices: Array, sparse_grad: bool = False) -> Array:
     if x.ndim == 0 or indices.ndim == 0:
         return read(vector(x), vector(indices)).reshape(indices.shape)
-    return read(x, _along(x, dim, indices))
+
+    def on_cpu(x: Array, indices: Array) -> Array:
+        # One index is faster than one for each axis.
+        grids = _along(x, dim, indices)
+        strides = (math.prod(x.shape[axis + 1 :]) for axis in range(x.ndim))
+        flat = sum(i * stride for i, stride in zip(grids, strides, strict=True))
+        is_inside = (indices >= 0) & (indices < x.shape[dim])
+        return read(x.reshape(-1), jnp.where(is_inside, flat, -1))
+
+    def elsewhere(x: Array, indices: Array) -> Array:
+        return read(x, _along(x, dim, indices))
+
+    return by_platform(on_cpu if x.size < 2**31 else elsewhere, elsewhere, x, indices)
 
 
 # The method of `.at[...]` for each of torch's reductions.
@@ -198,15 +242,20 @@ def scatter_add(x: Array, dim: int, indices: Array, source: Array) -> Array:
 
 @operation("aten.scatter_reduce.two")
 def scatter_reduce(x: Array, dim: int, indices: Array, source: Array, reduce: str, include_self: bool = True) -> Array:
+    return _reduce(scatter, x, dim, indices, source, reduce, include_self)
+
+
+def _reduce(
+    write: Callable[..., Array], x: Array, dim: int, indices: Array, source: Array, reduce: str, include_self: bool
+) -> Array:
     if reduce == "mean":
-        ones = jnp.ones(indices.shape, x.dtype)
-        counts = scatter(jnp.full_like(x, int(include_self)), dim, indices, ones, "sum")
-        total = scatter_reduce(x, dim, indices, source, "sum", include_self)
+        counts = write(jnp.full_like(x, int(include_self)), dim, indices, jnp.ones((), x.dtype), "sum")
+        total = _reduce(write, x, dim, indices, source, "sum", include_self)
         counts = jnp.maximum(counts, 1)
         return total / counts if jnp.issubdtype(x.dtype, jnp.inexact) else jnp.floor_divide(total, counts)
     if not include_self:
-        x = scatter(x, dim, indices, _neutral(reduce, x.dtype))
-    return scatter(x, dim, indices, source, reduce)
+        x = write(x, dim, indices, _neutral(reduce, x.dtype))
+    return write(x, dim, indices, source, reduce)
 
 
 def _neutral(reduce: str, dtype: Any) -> Any:
@@ -220,34 +269,46 @@ def _neutral(reduce: str, dtype: Any) -> Any:
     return -np.inf if reduce == "amax" else np.inf
 
 
+def _write_along(x: Array, dim: int, indices: Array, source: Any, reduce: str | None = None) -> Array:
+    """Writes slices of `source`, or a number, to `x` at `indices` along `dim`, combined as `scatter` does."""
+
+    flat, indices, source = vector(x), vector(indices), jnp.asarray(source, x.dtype)
+    axis, source = dim % flat.ndim, vector(source) if x.ndim == 0 else source
+
+    def write(x: Array, indices: Array, source: Array, axis: int = axis) -> Array:
+        return combine(x, along(x, axis, indices), source, _COMBINE[reduce])
+
+    def write_moved(x: Array, indices: Array, source: Array) -> Array:
+        source = jnp.moveaxis(source, axis, 0) if source.ndim else source
+        return jnp.moveaxis(write(jnp.moveaxis(x, axis, 0), indices, source, 0), 0, axis)
+
+    # On a CPU that is faster if the elements for one index are contiguous.
+    written = by_platform(write_moved, write, flat, indices, source) if axis else write(flat, indices, source)
+    return written.reshape(x.shape)
+
+
 @operation("aten.index_add")
 def index_add(x: Array, dim: int, indices: Array, source: Array, alpha: Any = 1) -> Array:
-    flat = vector(x)
-    at = along(flat, dim, vector(indices))
-    return combine(flat, at, vector(source) * jnp.asarray(alpha, x.dtype), "add").reshape(x.shape)
+    return _write_along(x, dim, indices, source * jnp.asarray(alpha, x.dtype), "add")
 
 
 @data_movement("aten.index_copy")
 def index_copy(x: Array, dim: int, indices: Array, source: Array) -> Array:
-    flat = vector(x)
-    return combine(flat, along(flat, dim, vector(indices)), vector(source), "set").reshape(x.shape)
+    return _write_along(x, dim, indices, source)
 
 
 @data_movement("aten.index_fill")
 def index_fill(x: Array, dim: int, indices: Array, value: Any) -> Array:
     flat = vector(x)
-    at = along(flat, dim, vector(indices))
-    return combine(flat, at, jnp.asarray(value, x.dtype), "set", wraps=True).reshape(x.shape)
+    axis = dim % flat.ndim
+    is_filled = combine(jnp.zeros(flat.shape[axis], bool), vector(indices), jnp.ones((), bool), "set", wraps=True)
+    is_filled = is_filled.reshape(-1, *[1] * (flat.ndim - axis - 1))
+    return jnp.where(is_filled, jnp.asarray(value, x.dtype), flat).reshape(x.shape)
 
 
 @operation("aten.index_reduce")
 def index_reduce(x: Array, dim: int, indices: Array, source: Array, reduce: str, include_self: bool = True) -> Array:
-    flat, dim = vector(x), dim % max(x.ndim, 1)
-    source = vector(source)
-    shape = [1] * flat.ndim
-    shape[dim] = -1
-    spread = jnp.broadcast_to(indices.reshape(shape), source.shape)
-    return scatter_reduce(flat, dim, spread, source, reduce, include_self).reshape(x.shape)
+    return _reduce(_write_along, x, dim, indices, source, reduce, include_self)
 
 
 @data_movement("aten.embedding")
@@ -281,6 +342,10 @@ def embedding_dense_backward(
     return combine(zeros, flat, jnp.where(is_counted[:, None], rows, 0), "add")
 
 
+# Up to so many boundaries, comparisons with all of them are faster than a search.
+_MOST_COMPARISONS = 24
+
+
 @operation("aten.searchsorted")
 def searchsorted(
     boundaries: Array,
@@ -296,8 +361,10 @@ def searchsorted(
     if sorter is not None:
         boundaries = gather(boundaries, boundaries.ndim - 1, sorter)
 
+    method = "compare_all" if boundaries.shape[-1] <= _MOST_COMPARISONS else "scan"
+
     def find(edges: Array, x: Array) -> Array:
-        return jnp.searchsorted(edges, x, "right" if right or side == "right" else "left")
+        return jnp.searchsorted(edges, x, "right" if right or side == "right" else "left", method=method)
 
     if boundaries.ndim == 1:
         return find(boundaries, values)

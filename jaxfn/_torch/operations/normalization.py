@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from functools import partial
 from typing import NamedTuple
 
 import jax
@@ -11,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
+from jaxfn._torch.operations.platforms import lower_by_platform
 from jaxfn._torch.operations.table import composite
 
 Optional = Array | None
@@ -33,9 +35,20 @@ class _Centered(NamedTuple):
 
 
 def _center(x: Array, over: Sequence[int]) -> _Centered:
-    mean = jnp.mean(x, over, keepdims=True)
+    """Centers `x` over its last axes."""
+    mean = _mean(x, over)
     values = x - mean
-    return _Centered(values, mean, jnp.mean(jnp.square(values), over, keepdims=True))
+    return _Centered(values, mean, _mean(jnp.square(values), over))
+
+
+def _mean(x: Array, over: Sequence[int]) -> Array:
+    def on_cpu(x: Array) -> Array:
+        # A product uses vector instructions, a sum over the last axis does not.
+        rows = x.reshape(*x.shape[: x.ndim - len(over)], -1)
+        mean = rows @ jnp.ones(rows.shape[-1], x.dtype) / rows.shape[-1]
+        return mean.reshape(*rows.shape[:-1], *[1] * len(over))
+
+    return lower_by_platform(on_cpu, partial(jnp.mean, axis=tuple(over), keepdims=True), x)
 
 
 @composite("aten.native_layer_norm")

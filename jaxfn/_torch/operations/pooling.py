@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial, reduce
 from typing import Any, NamedTuple
 
@@ -14,8 +14,10 @@ from jax import Array, lax
 
 from jaxfn._mesh_types import is_sharded
 from jaxfn._torch.operations.derivative import apply_vjp
-from jaxfn._torch.operations.platforms import by_platform
+from jaxfn._torch.operations.multilinear import multilinear
+from jaxfn._torch.operations.platforms import by_platform, lower_by_platform
 from jaxfn._torch.operations.promotion import is_inexact
+from jaxfn._torch.operations.resampling import weighted_sums
 from jaxfn._torch.operations.table import composite, register_all
 
 
@@ -62,10 +64,45 @@ def _max_over(x: Array, windows: Sequence[Windows]) -> tuple[Array, Array]:
 
     The last axis is reduced first, so that of equal elements in several rows the one in the first row is found.
     """
-    largest, indices = lax.stop_gradient(x), _flat_indices(x, len(windows))
-    for axis in reversed(range(-len(windows), 0)):
-        largest, indices = _max_along(largest, indices, x.ndim + axis, windows[axis])
-    return (_largest_elements(len(windows), x, largest, indices) if is_inexact(x) else largest), indices
+    spatial = len(windows)
+    last_first = range(spatial)[::-1]
+
+    def find(along_axis: Callable[..., tuple[Array, Array]], order: Sequence[int], x: Array) -> tuple[Array, Array]:
+        found = x, _flat_indices(x, spatial)
+        for axis in order:
+            found = along_axis(*found, x.ndim - spatial + axis, windows[axis])
+        return found
+
+    by_slices = [*map(_is_faster_by_slices, windows)]
+    # Slices are compared by the indices of their elements, so that any order finds the first one.
+    on_cpu = partial(find, _max_along_on_cpu, range(spatial) if all(by_slices) else last_first)
+    elsewhere, fixed = partial(find, _max_along, last_first), lax.stop_gradient(x)
+    largest, indices = lower_by_platform(on_cpu, elsewhere, fixed) if any(by_slices) else elsewhere(fixed)
+    return (_largest_elements(spatial, x, largest, indices) if is_inexact(x) else largest), indices
+
+
+def _is_faster_by_slices(windows: Windows) -> bool:
+    """Whether windows are few, and long or not evenly spaced, so that they would be read by many slices or gathers."""
+    count, length = windows.indices.shape
+    is_slow = length >= count or len({*np.diff(windows.indices[:, 0])}) > 1
+    return 0 < count <= _MOST_STEPS and is_slow and bool(windows.inside.any(1).all())
+
+
+def _max_along_on_cpu(x: Array, indices: Array, axis: int, windows: Windows) -> tuple[Array, Array]:
+    if not _is_faster_by_slices(windows):
+        return _max_along(x, indices, axis, windows)
+    highest = np.iinfo(indices.dtype).max
+    found: list[tuple[Array, Array]] = []
+    for row, inside in zip(*windows, strict=True):
+        seen, numbers = (_take_one(y, row[inside], axis) for y in (x, indices))
+        largest = jnp.max(seen, axis, keepdims=True)
+        is_largest = (seen == largest) | (seen != seen)
+        found.append((largest, jnp.min(jnp.where(is_largest, numbers, highest), axis, keepdims=True)))
+    if len(found) == 1:
+        return found[0]
+    # The barriers prevent XLA from reducing again for each window along the next axis.
+    largest, index = (lax.optimization_barrier(jnp.concatenate(parts, axis)) for parts in zip(*found, strict=True))
+    return largest, index
 
 
 @partial(jax.custom_jvp, nondiff_argnums=(0,))
@@ -195,17 +232,38 @@ def _window_sums(x: Array, kernel: list[int], steps: list[int], pads: Sequence[t
         x = lax.pad(x, zero, [(low, high, 0) for low, high in pads])
         return _block_sums(x.reshape([part for n, k in zip(x.shape, kernel, strict=True) for part in (n // k, k)]))
 
-    def sum_along(x: Array, axes: Collection[int]) -> Array:
-        window, strides = ([v if axis in axes else 1 for axis, v in enumerate(values)] for values in (kernel, steps))
-        padding = [pad if axis in axes else (0, 0) for axis, pad in enumerate(pads)]
-        return lax.reduce_window(x, zero, lax.add, window, strides, padding)
+    def elsewhere(x: Array) -> Array:
+        return lax.reduce_window(x, zero, lax.add, kernel, steps, pads)
 
     def on_cpu(x: Array) -> Array:
-        for axis in range(x.ndim):
-            x = sum_along(x, [axis]) if (kernel[axis], steps[axis], pads[axis]) != (1, 1, (0, 0)) else x
+        for axis, (k, s, pad) in enumerate(zip(kernel, steps, pads, strict=True)):
+            if (k, s, pad) != (1, 1, (0, 0)):
+                sums, gradient = partial(_sums_along, axis, k, s, pad), partial(_gradient_of_sums, axis, k, s, pad[0])
+                x = multilinear(sums, [gradient], x) if s > 1 else sums(x)
         return x
 
-    return by_platform(on_cpu, partial(sum_along, axes=range(x.ndim)), x)
+    return by_platform(on_cpu, elsewhere, x)
+
+
+def _sums_along(axis: int, kernel: int, step: int, pad: tuple[int, int], x: Array) -> Array:
+    window, strides, pads = [1] * x.ndim, [1] * x.ndim, [(0, 0)] * x.ndim
+    window[axis], strides[axis], pads[axis] = kernel, step, pad
+    return lax.reduce_window(x, np.zeros((), x.dtype), lax.add, window, strides, pads)
+
+
+def _gradient_of_sums(axis: int, kernel: int, step: int, low: int, x: Array, gradient: Array) -> Array:
+    """Adds the gradients of all windows with an element: of as many for the first elements of each step, and others."""
+    most, least = -(-kernel // step), kernel // step
+    gradient = lax.optimization_barrier(gradient)  # so that XLA does not compute it again for each window
+    sums = [_sums_along(axis, n, 1, (n - 1, most - 1), gradient) for n in (most, least) if n]
+    first, rest = sums[0], sums[-1] if least else jnp.zeros_like(sums[0])
+    is_first = np.arange(step) < kernel - (most - 1) * step
+    is_first = is_first.reshape(step, *[1] * (x.ndim - axis - 1))
+    spread = jnp.where(is_first, *(jnp.expand_dims(y, axis + 1) for y in (first, rest)))
+    spread = lax.collapse(spread, axis, axis + 2)
+    config = [(0, 0, 0)] * x.ndim
+    config[axis] = (-low, low + x.shape[axis] - spread.shape[axis], 0)
+    return lax.optimization_barrier(lax.pad(spread, np.zeros((), x.dtype), config))
 
 
 @jax.custom_jvp
@@ -234,33 +292,30 @@ def adaptive_avg_pool(x: Array, output_size: Sequence[int]) -> Array:
     if not is_sharded(x) and all(count and x.shape[axis] and x.shape[axis] % count == 0 for axis, count in axes):
         return avg_pool(len(axes), x, [x.shape[axis] // count for axis, count in axes])
 
-    def elsewhere(x: Array) -> Array:
-        for axis, count in axes:
-            x = _means_of_windows(x, axis, _adaptive_windows(x.shape[axis], count))
-        return x
-
-    def on_cpu(x: Array) -> Array:
-        for axis, count in axes:
-            # The barrier prevents XLA from computing the means again for each window along the next axis.
-            x = lax.optimization_barrier(_means_of_slices(x, axis, _adaptive_windows(x.shape[axis], count)))
-        return x
-
-    return by_platform(on_cpu if 0 < min(output_size) <= max(output_size) <= _MOST_STEPS else elsewhere, elsewhere, x)
+    for axis, count in reversed(axes):
+        x = _means_along(x, axis, _adaptive_windows(x.shape[axis], count))
+    return x
 
 
-def _means_of_windows(x: Array, axis: int, windows: Windows) -> Array:
-    indices, inside = windows
-    shape = (*inside.shape, *[1] * (x.ndim - axis - 1))
-    seen = jnp.where(inside.reshape(shape), jnp.take(x, indices, axis), 0)
-    counts = inside.sum(1).reshape(-1, *[1] * (x.ndim - axis - 1))
-    return jnp.sum(seen, axis + 1) / jnp.asarray(counts, x.dtype)
+def _means_along(x: Array, axis: int, windows: Windows) -> Array:
+    """Returns the mean of every window along one axis. On a CPU each of few means is computed separately."""
+    counts = windows.inside.sum(1)
+    indices = np.where(windows.inside, windows.indices, x.shape[axis])
+    weights = np.broadcast_to(1 / np.maximum(counts, 1)[:, None], indices.shape)
+    elsewhere = partial(weighted_sums, axis=axis, table=(indices, weights))
 
+    def means(x: Array) -> Array:
+        bounds = zip(indices[:, 0], indices[:, 0] + counts, strict=True)
+        slices = (lax.slice_in_dim(x, *pair, axis=axis) for pair in bounds)
+        # The barrier prevents XLA from computing the means again for each window along the next axis.
+        return lax.optimization_barrier(jnp.concatenate([jnp.mean(part, axis, keepdims=True) for part in slices], axis))
 
-def _means_of_slices(x: Array, axis: int, windows: Windows) -> Array:
-    """Computes each mean separately, so that the derivative adds arrays, and does not scatter."""
-    starts, counts = windows.indices.min(1), windows.inside.sum(1)
-    slices = (lax.slice_in_dim(x, start, start + n, axis=axis) for start, n in zip(starts, counts, strict=True))
-    return jnp.concatenate([jnp.mean(part, axis, keepdims=True) for part in slices], axis)
+    def gradient(x: Array, gradient: Array) -> Array:
+        return apply_vjp(elsewhere, gradient, x)
+
+    on_cpu = partial(multilinear, means, [gradient])
+
+    return by_platform(on_cpu, elsewhere, x) if 0 < len(indices) <= _MOST_STEPS and x.size else elsewhere(x)
 
 
 def adaptive_avg_pool_backward(spatial: int, gradient: Array, x: Array) -> Array:

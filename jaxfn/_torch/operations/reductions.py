@@ -13,6 +13,7 @@ from jax import Array, lax
 
 from jaxfn._torch.operations.dims import axes
 from jaxfn._torch.operations.elementwise import absolute
+from jaxfn._torch.operations.platforms import lower_by_platform
 from jaxfn._torch.operations.promotion import is_inexact, to_inexact
 from jaxfn._torch.operations.table import composite, operation, register_all
 
@@ -60,7 +61,30 @@ def extreme_index(function: Callable[..., Array], x: Array, dim: int | None = No
 
 def extreme(function: Callable[..., Array], x: Array, dim: int, keepdim: bool) -> tuple[Array, Array]:
     """Returns the extreme element and its index. The derivative goes to that element."""
-    return take_extreme(x, extreme_index(function, x, dim, keepdim=True), dim, keepdim)
+    if x.ndim == 0:
+        return x, extreme_index(function, x)
+    fixed, index = lax.stop_gradient(x), extreme_index(function, x, dim, keepdim=True)
+    # A CPU finds the element without its index, which may be unused.
+    reduction = jnp.max if function is jnp.argmax else jnp.min
+    elsewhere = partial(jnp.take_along_axis, axis=dim)
+
+    def on_cpu(x: Array, index: Array) -> Array:
+        return reduction(x, dim, keepdims=True)
+
+    value = lower_by_platform(on_cpu, elsewhere, fixed, index)
+    value = _element_at(dim, x, value, index) if is_inexact(x) else value
+    return (value, index) if keepdim else (value.squeeze(dim), index.squeeze(dim))
+
+
+@partial(jax.custom_jvp, nondiff_argnums=(0,))
+def _element_at(dim: int, x: Array, value: Array, index: Array) -> Array:
+    """Returns `value`, the elements of `x` at `index`, which determines its derivative."""
+    return value
+
+
+@_element_at.defjvp
+def _element_at_jvp(dim: int, primals: tuple[Array, ...], tangents: tuple[Array, ...]) -> tuple[Array, Array]:
+    return _element_at(dim, *primals), jnp.take_along_axis(tangents[0], primals[2], dim)
 
 
 register_all(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -15,6 +16,7 @@ from jax import Array, lax
 from jaxfn._mesh_types import is_sharded
 from jaxfn._primitives import LinearMap, bind_linear_map
 from jaxfn._torch.operations.derivative import apply_vjp
+from jaxfn._torch.operations.platforms import lower_by_platform
 from jaxfn._torch.operations.table import composite, data_movement, register_all
 
 Table = np.ndarray[Any, Any]
@@ -86,6 +88,9 @@ def _linear_antialiased(
     return np.minimum(indices, length - 1), weights / weights.sum(1, keepdims=True)
 
 
+# For each term of a sum, a CPU multiplies so many elements of a matrix.
+_ELEMENTS_PER_TERM = 32
+
 # Sums of up to this many terms are written term by term, without an array of all terms.
 _MOST_TERMS = 16
 
@@ -99,6 +104,10 @@ def _resample(x: Array, axis: int, table: tuple[Table, Table]) -> Array:
         return jnp.sum(seen * jnp.asarray(weights, x.dtype).reshape(*weights.shape, *shape[1:]), axis + 1)
     # Without weights of 0, which would spread NaN and inf.
     if indices.shape[1] == 1 and (weights == 1).all():
+        times = len(indices) // max(x.shape[axis], 1)
+        if not is_sharded(x) and np.array_equal(indices[:, 0], np.arange(x.shape[axis]).repeat(times)):
+            shape = (*x.shape[: axis + 1], times, *x.shape[axis + 1 :])
+            return lax.collapse(jnp.broadcast_to(jnp.expand_dims(x, axis + 1), shape), axis, axis + 2)
         return jnp.take(x, indices[:, 0], axis, mode="fill", fill_value=0)
     columns = zip(indices.T, weights.T, strict=True)
     parts = [
@@ -106,6 +115,38 @@ def _resample(x: Array, axis: int, table: tuple[Table, Table]) -> Array:
         for index, weight in columns
     ]
     return sum(parts[1:], parts[0])
+
+
+def _resample_by_platform(x: Array, axis: int, table: tuple[Table, Table]) -> Array:
+    """Computes `_resample`. On a CPU a product with a matrix is faster than to read each term, if few elements are 0.
+
+    Those would spread NaN and inf.
+    """
+    indices, weights = table
+    resample, length = partial(_resample, axis=axis, table=table), x.shape[axis]
+    if indices.shape[1] == 1 or not 0 < length <= _ELEMENTS_PER_TERM * indices.shape[1]:
+        return resample(x)
+    matrix = np.zeros((len(indices), length + 1))
+    np.add.at(matrix, (np.arange(len(indices))[:, None], indices), weights)
+
+    def product(x: Array) -> Array:
+        rows, factor = x.reshape(-1, length, math.prod(x.shape[axis + 1 :])), jnp.asarray(matrix[:, :-1], x.dtype)
+        # Copies of the matrix cost less than to transpose the result.
+        return (
+            rows[..., 0] @ factor.T
+            if rows.shape[2] == 1
+            else jnp.broadcast_to(factor, (len(rows), *factor.shape)) @ rows
+        )
+
+    def on_cpu(x: Array) -> Array:
+        # Flat results have one layout. XLA would transpose others for one of the branches.
+        def flat(compute: Callable[[Array], Array], x: Array) -> Array:
+            return compute(x).ravel()
+
+        sums = lax.cond(jnp.isfinite(x).all(), partial(flat, product), partial(flat, resample), x)
+        return sums.reshape(*x.shape[:axis], len(indices), *x.shape[axis + 1 :])
+
+    return lower_by_platform(on_cpu, resample, x)
 
 
 class _Resampling(LinearMap):
@@ -123,10 +164,10 @@ class _Resampling(LinearMap):
         return [self._aval]
 
     def apply(self, residuals: Sequence[Any], tangents: Sequence[Array]) -> list[Array]:
-        return [_resample(tangents[0], self._axis, self._table)]
+        return [_resample_by_platform(tangents[0], self._axis, self._table)]
 
     def transpose(self, residuals: Sequence[Any], cotangents: Sequence[Any]) -> list[Array | None]:
-        return [_resample(cotangents[0], self._axis, self._transposed)]
+        return [_resample_by_platform(cotangents[0], self._axis, self._transposed)]
 
 
 @partial(jax.custom_jvp, nondiff_argnums=(0,))
@@ -142,9 +183,9 @@ def _apply_jvp(resampling: _Resampling, primals: tuple[Array], tangents: tuple[A
 def _transpose(table: tuple[Table, Table], length: int) -> tuple[Table, Table]:
     """Returns the table of the transpose, filled up with an index after the end."""
     sources, weights = (part.ravel() for part in table)
-    order = np.argsort(sources, kind="stable")
-    counts = np.bincount(sources, minlength=length)
-    column = np.arange(len(sources)) - np.repeat(np.cumsum(counts) - counts, counts)
+    order = np.argsort(sources, kind="stable")[: np.count_nonzero(sources < length)]
+    counts = np.bincount(sources[order], minlength=length)
+    column = np.arange(len(order)) - np.repeat(np.cumsum(counts) - counts, counts)
     shape = length, max(counts.max(initial=0), 1)
     indices, transposed_weights = np.full(shape, len(table[0])), np.ones(shape)
     indices[sources[order], column] = order // table[0].shape[1]
@@ -152,13 +193,20 @@ def _transpose(table: tuple[Table, Table], length: int) -> tuple[Table, Table]:
     return indices, transposed_weights
 
 
+def weighted_sums(x: Array, axis: int, table: tuple[Table, Table]) -> Array:
+    """Returns sums of elements along an axis, of the indices and with the weights in a table. Indices may repeat.
+
+    An index after the end reads 0.
+    """
+    return _apply(_Resampling(x, axis, table), x)
+
+
 def _upsample(
     method: Method, x: Array, size: Sequence[int], align_corners: bool, scales: Sequence[float | None]
 ) -> Array:
     precision = np.float64 if x.dtype == np.float64 else np.float32
     for axis, (new, scale) in enumerate(zip(size, scales, strict=True), 2):
-        resampling = _Resampling(x, axis, method(x.shape[axis], new, align_corners, scale, precision))
-        x = _apply(resampling, x)
+        x = weighted_sums(x, axis, method(x.shape[axis], new, align_corners, scale, precision))
     return x
 
 

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
+from jaxfn._mesh_types import pcast_like
 from jaxfn._torch.operations.derivative import apply_vjp
 from jaxfn._torch.operations.dims import along, axes
 from jaxfn._torch.operations.multilinear import multilinear
@@ -206,6 +209,33 @@ def unfold(x: Array, dim: int, size: int, step: int) -> Array:
         return multilinear(take, [gradient_on_cpu], x)
 
     return by_platform(on_cpu if 0 < size <= 16 * step else take, take, x)
+
+
+@data_movement("aten.im2col")
+def im2col(
+    x: Array, kernel: Sequence[int], dilation: Sequence[int], padding: Sequence[int], stride: Sequence[int]
+) -> Array:
+    """Returns the elements of every window of the last two axes (..., channels * kernel elements, windows)."""
+    x = lax.pad(x, np.zeros((), x.dtype), [*[(0, 0, 0)] * (x.ndim - 2), *((p, p, 0) for p in padding)])
+    for axis, k, d, s in zip((-2, -1), kernel, dilation, stride, strict=True):
+        count = (x.shape[axis] - d * (k - 1) - 1) // s + 1
+        # The axis of a window's elements comes before the axes of the image.
+        if (s, d) == (k, 1):
+            blocks = lax.slice_in_dim(x, 0, count * k, axis=axis)
+            x = jnp.moveaxis(blocks.reshape(*x.shape[:axis], count, k, *x.shape[x.ndim + axis + 1 :]), axis, -3)
+        else:
+            length = (count - 1) * s + 1
+            x = jnp.stack([lax.slice_in_dim(x, i * d, i * d + length, s, axis) for i in range(k)], -3)
+    x = lax.collapse(x, x.ndim - 2)
+    return lax.collapse(x, x.ndim - 4, x.ndim - 1)
+
+
+@operation("aten.col2im")
+def col2im(x: Array, size: Sequence[int], kernel: Sequence[int], *options: Sequence[int]) -> Array:
+    """Adds the elements of every window to an image."""
+    image = jnp.zeros((*x.shape[:-2], x.shape[-2] // math.prod(kernel), *size), x.dtype)
+    image = pcast_like(image, jax.typeof(x))
+    return apply_vjp(lambda image: im2col(image, kernel, *options), x, image)
 
 
 @data_movement("aten.as_strided", reads_storage=True)

@@ -13,6 +13,7 @@ from jax import Array, lax
 
 from jaxfn._mesh_types import pcast_like
 from jaxfn._torch.operations.dims import vector
+from jaxfn._torch.operations.elementwise import log_of_sum
 from jaxfn._torch.operations.platforms import by_platform, lower_by_platform
 from jaxfn._torch.operations.promotion import is_inexact, to_inexact
 from jaxfn._torch.operations.reductions import cast_for_accumulation, take_extreme
@@ -208,10 +209,19 @@ def cumulative(
     return by_platform(on_cpu, partial(elsewhere, axis=axis), flat).reshape(x.shape)
 
 
+def _add_exponentials(total: Array, x: Array) -> Array:
+    """Computes `log(exp(total) + exp(x))`. Of numbers that are all -inf, the last one has the whole derivative.
+
+    Torch's is NaN there, although a single number is its own sum.
+    """
+    is_empty = total == -np.inf
+    return jnp.where(is_empty, x, log_of_sum(np.e, jnp.where(is_empty, 0, total), x))
+
+
 @operation("aten.logcumsumexp")
 def logcumsumexp(x: Array, dim: int) -> Array:
-    elsewhere = partial(lax.associative_scan, jnp.logaddexp) if jnp.iscomplexobj(x) else lax.cumlogsumexp
-    return cumulative(jnp.logaddexp, -np.inf, elsewhere, x, dim)
+    combine = jnp.logaddexp if jnp.iscomplexobj(x) else _add_exponentials
+    return cumulative(combine, -np.inf, partial(lax.associative_scan, combine), x, dim)
 
 
 def cumulative_extreme(better: Callable[..., Array], x: Array, dim: int) -> tuple[Array, Array]:
