@@ -134,7 +134,7 @@ class Comparison:
         Args:
           evaluate: returns analytic values, references and estimated errors of these.
           bound, bound_of_rounding: return the tolerance, from references and their errors.
-          step: the step of the references.
+          step: the step of the references, 0 for autodiff.
         """
         found = evaluate(self)
         tolerances = [bound(r, error) for _, r, error in found]

@@ -116,8 +116,8 @@ class Tolerance:
           reference: the values of the reference.
           error: the part of the difference that is known to be an error of the reference.
         """
-        if not self.is_default:
-            return self.plain(reference)
+        if not self.is_tight:
+            return self.of_entries(reference)
         return np.maximum(self.plain(reference), self.precise(reference, largest(reference))) + SAFETY * error
 
     def _precise(self, reference: Any, scale: Any, rounding: Any) -> Any:
