@@ -586,7 +586,7 @@ def test_what_torch_takes_for_a_constant_has_no_second_derivative():
     class Number(Base):
         @staticmethod
         def forward(ctx, x):
-            ctx.scale = x.sum().item()
+            ctx.scale = float(x.sum())
             return x * ctx.scale
 
         @staticmethod

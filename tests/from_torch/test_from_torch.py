@@ -314,7 +314,7 @@ DATA_DEPENDENT = {
     "if": branch,
     "while": loop,
     "numpy": array_of_numpy,
-    "item": lambda x: x * x.max().item(),  # the line
+    "float": lambda x: x * float(x.max()),  # the line
     "int": lambda x: x[: int(x[0])],  # the line
     "tolist": lambda x: x * x.tolist()[0],  # the line
     "nonzero": lambda x: x[x.nonzero()],  # the line

@@ -173,7 +173,7 @@ def stores(net, gradient):
 
 
 def asks(net, gradient):
-    STORED.append(gradient.norm().item())
+    STORED.append(float(gradient.norm()))
 
 
 def counts(net, gradient):

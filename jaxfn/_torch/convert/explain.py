@@ -38,7 +38,7 @@ class Part:
         self.functions: list[AppliedFunction] = []
         self.reads: list[Read] = []
         if traced is not None:
-            self.reads = [*traced.reads, *traced.skipped]
+            self.reads = [*traced.reads, *traced.skipped, *traced.numbers]
             self.functions = _count_applied_functions(traced.functions)
             nodes = traced.graph_module.graph.nodes
             self.graph = str(traced.graph_module.graph).strip()

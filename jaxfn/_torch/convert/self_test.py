@@ -200,6 +200,7 @@ def known_answers() -> dict[str, KnownAnswer]:
         "an update by a mask": _output(_update_by_mask, X, [2.6, 5, 0.4]),
         "autograd inside a Function": _slope(_call_autograd, X, 6 * X),
         "a detached tensor": _slope(lambda x: x * x.detach(), X, X),
+        "a number from `item()`": _slope(lambda x: x.add(x, alpha=x.max().item() + 1) * 2, X, np.full(3, 2 * 3.3)),
         "a draw": KnownAnswer(_draw_three_times, X, [True, True, True]),
         "ctx.needs_input_grad": KnownAnswer(_read_flags, X, [3 * X, 2 * X]),
         "in a module, a Function applied by an `apply` looked up before": KnownAnswer(

@@ -23,6 +23,7 @@ from jaxfn._primitives import DeferredError
 from jaxfn._torch._compat import takes_boxed_gradients, without_functions
 from jaxfn._torch.convert.definition import Definition, TorchCode
 from jaxfn._torch.graph.interpreter import TranslatedGraph, Unsupported, unsupported_message
+from jaxfn._torch.graph.numbers import TracedNumber
 from jaxfn._torch.graph.reads import (
     NO_VALUES,
     Answerer,
@@ -39,9 +40,9 @@ from jaxfn._torch.graph.targets import draws_random_numbers
 from jaxfn._torch.trace.leaks import checking_leaks, may_overlap
 from jaxfn._torch.trace.scope import outside_trace, trace_scope
 from jaxfn._torch.trace.state import ACTIVE, TraceState
-from jaxfn._torch.values.arrays import jax_dtype
-from jaxfn._torch.values.errors import DataDependentError, SelectionError, TranslationError
-from jaxfn._torch.values.flatten import Slot, flatten_tensors, slots, unflatten_tensors
+from jaxfn._torch.values.arrays import jax_dtype, torch_dtype
+from jaxfn._torch.values.errors import DataDependentError, EscapedNumberError, SelectionError, TranslationError
+from jaxfn._torch.values.flatten import Slot, flatten_tensors, is_size, slots, unflatten_tensors
 from jaxfn._torch.values.trace_cache import LRUCache, static_key, torch_settings_key
 from jaxfn._tree import Opaque
 
@@ -87,6 +88,8 @@ class TracedCode(Opaque):
       reads: What the code read of the values of traced tensors. The trace is valid for arrays that give equal values.
       skipped: The checks of values that the trace does not make.
       knows_sizes: Whether `x[mask]` is a tensor, and not a `Selection`.
+      reads_numbers: Whether `item()` reads a value, and does not return a traced number.
+      numbers: The entries for `explain` of the numbers that the code computes with and does not read.
       needs_input_grad: One flag for each input of `forward`, of a Function.
       reads_needs_input_grad: Whether the code read those flags.
     """
@@ -110,6 +113,9 @@ class TracedCode(Opaque):
         self.knows_sizes = state.recorder.answerer.knows_sizes
         self._differentiates_functions = state.differentiates_functions
         self._was_valid = False
+        self.reads_numbers = state.recorder.answerer.reads_numbers
+        self.numbers = [entry for number, entry in state.recorder.numbers if entry.line and not number.is_read]
+        state.recorder.numbers.clear()
         translation = TranslatedGraph(self.graph_module, code.config.replacements.operations)
         self._unsupported = translation.unsupported
         self._constants = translation.constants
@@ -179,7 +185,7 @@ class TracedCode(Opaque):
                     return None, answers
                 self._check_indices(extremes)
                 return results, answers
-        values = CallValues(arrays, key, known, outside_trace, self.knows_sizes)
+        values = CallValues(arrays, key, known, outside_trace, self.knows_sizes, self.reads_numbers)
         answers = values.first_answers(self._graph, self.reads)
         if not self.begins_with(answers):
             return None, answers
@@ -388,7 +394,8 @@ class TracedForward(TracedCode):
             if new_values:
                 output = (*((output,) if self.has_single_output else output), *new_values)
             for_forward = ctx.to_save if ctx.saved_for_forward is None else ctx.saved_for_forward
-            flat = flatten_tensors((output, ctx.to_save, for_forward, ctx.attributes), deduplicate=True)
+            attributes = torch_tree.tree_map(_save_number, ctx.attributes, is_leaf=is_size)
+            flat = flatten_tensors((output, ctx.to_save, for_forward, attributes), deduplicate=True)
             with without_functions():
                 self.reruns_forward = not all(flat.leaves[slot].is_leaf for slot in slots(flat.template[1:]))
             # An input is identified by its tensor object, which mutation does not replace.
@@ -593,8 +600,30 @@ class TracedForward(TracedCode):
             tensors[slot] = state.add_input(*self.specs[slot], requires_grad=requires_grad)
         saved = unflatten_tensors(self._saved[method], tensors)
         ctx = TorchContext(needs_input_grad, saved, on_read=state.note_flags_read)
-        vars(ctx).update(unflatten_tensors(self._attributes, tensors))
+        attributes = unflatten_tensors(self._attributes, tensors)
+
+        def restore(value: Any) -> Any:
+            return state.recorder.item(state.lower(value.tensor), None) if isinstance(value, _SavedNumber) else value
+
+        is_leaf = (_SavedNumber, torch.Size)
+        vars(ctx).update(torch_tree.tree_map(restore, attributes, is_leaf=lambda x: isinstance(x, is_leaf)))
         return ctx
+
+
+class _SavedNumber(NamedTuple):
+    """A traced number among the attributes of ctx, as a tensor."""
+
+    tensor: torch.Tensor
+
+
+def _save_number(value: Any) -> Any:
+    if not isinstance(value, TracedNumber):
+        return value
+    number: Any = value
+    dtype = torch.float64 if value.kind is float else torch.int64
+    if jax_dtype(dtype) == np.int32 and value.largest >= 2**31:
+        return value.read()
+    return _SavedNumber(torch.full((), number, dtype=torch_dtype(jax_dtype(dtype))))
 
 
 class TracedRule(TracedCode):
@@ -753,11 +782,18 @@ class TraceLookup(NamedTuple, Generic[_T]):
                 f"{self.name} reads values of its tensors, with more than {_MAX_COURSES} different results. Calls with "
                 "new ones are right and slow: the code is traced each time"
             )
-        answerer = CallValues(arrays, key, answers, outside_trace, knows_sizes=any(x.knows_sizes for x in cached))
+        knows_sizes, reads_numbers = any(x.knows_sizes for x in cached), any(x.reads_numbers for x in cached)
+        answerer = CallValues(arrays, key, answers, outside_trace, knows_sizes, reads_numbers)
         try:
             traced = self._trace(cache_key, answerer)
-        except SelectionError:
-            answerer = CallValues(arrays, key, answers, outside_trace, knows_sizes=True)
+        except Exception as error:
+            # A number that stays traced is not a float: compiled code may not take it, and it cannot be stored.
+            is_about_numbers = isinstance(error, EscapedNumberError) or not isinstance(error, TranslationError)
+            knows_sizes |= isinstance(error, SelectionError)
+            reads_numbers |= answerer.gave_numbers and is_about_numbers
+            if (knows_sizes, reads_numbers) == (answerer.knows_sizes, answerer.reads_numbers):
+                raise
+            answerer = CallValues(arrays, key, answers, outside_trace, knows_sizes, reads_numbers)
             traced = self._trace(cache_key, answerer)
         return traced, traced.run_graph(arrays, key, answerer.values) if traced.reads else None
 

@@ -32,6 +32,7 @@ from jaxfn._torch.graph.int64 import (
     short_name,
     to_int64,
 )
+from jaxfn._torch.graph.numbers import to_operand
 from jaxfn._torch.graph.source_lines import Line
 from jaxfn._torch.graph.targets import JaxCall, OperationMap, key_by_name, operation_name
 from jaxfn._torch.operations import TABLE, Operation, entry_name, half_to_single, is_half, unsupported_reason
@@ -159,6 +160,11 @@ class TranslatedGraph:
         """Evaluates an operation."""
         step, operation = call.step, cast(Operation, call.operation)
         node = step.node
+        if "largest_number" in node.meta:  # Numbers are computed in 64 bits, as by Python.
+            with jax.enable_x64(True):
+                return operation.function(*_substitute(step.arguments, values))
+        numbers = {x: to_operand(values[x], x) for x in node.all_input_nodes if "largest_number" in x.meta}
+        values = {**values, **numbers} if numbers else values
         arguments, options = _substitute((step.arguments, step.options), values)
         leaves = jax.tree_util.tree_leaves((arguments, options))
         if not operation.accepts_half and any(map(is_half, leaves)):

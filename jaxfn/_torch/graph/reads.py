@@ -29,6 +29,8 @@ from jaxfn._torch.graph.source_lines import Line, format_line
 from jaxfn._torch.values.arrays import jax_dtype
 from jaxfn._torch.values.errors import DataDependentError, TranslationError
 
+STAYS = "stays"  # The source of a number's "answer" if it is not read.
+
 
 class Read(NamedTuple):
     """A traced tensor whose values Python code read.
@@ -48,7 +50,7 @@ class Read(NamedTuple):
     kind: str
 
     def __str__(self) -> str:
-        name = self.line and self.line.callable
+        name = self.line and self.source != STAYS and self.line.callable
         hint = f"; ops={{{name}: jax_function}} would replace the function around it" if name else ""
         answer = self.answer.item() if self.answer.size == 1 else f"an array of shape {self.answer.shape}"
         return f"{format_line(self.line)}\n    ({self.kind}, {self.source} {answer}{hint})"
@@ -69,12 +71,16 @@ class Answerer(Protocol):
     Attributes:
       source: Whose answers they are.
       knows_sizes: Whether `x[mask]` is a tensor, since the number of its elements may be read.
+      reads_numbers: Whether `item()` reads a value, and does not return a traced number.
+      gave_numbers: Whether `item()` has returned a traced number.
       ways_out: What to do about a read without an answer, for messages.
       skips_checks: Whether a check without an answer passes.
     """
 
     source: str
     knows_sizes: bool
+    reads_numbers: bool
+    gave_numbers: bool
     ways_out: str
     skips_checks: bool
 
@@ -90,7 +96,7 @@ class NoValues:
     """Answers no read."""
 
     source = "skipped: assumed to be"
-    knows_sizes = False
+    knows_sizes = reads_numbers = gave_numbers = False
 
     def __init__(self, ways_out: str = _TENSORS_ONLY, skips_checks: bool = False) -> None:
         self.ways_out = ways_out
@@ -107,7 +113,8 @@ class AssumedValues:
     """Answers with ones; with False to a condition, unless it is asserted. `reads` lists them without duplicates."""
 
     source = "assumed to be"
-    knows_sizes, ways_out, skips_checks = False, _TENSORS_ONLY, False
+    knows_sizes = reads_numbers = gave_numbers = skips_checks = False
+    ways_out = _TENSORS_ONLY
 
     def __init__(self) -> None:
         self.reads: list[Read] = []
@@ -129,7 +136,7 @@ class CallValues:
       key: The random key.
       known: What the trace's first reads gave in a compiled program, whose rounding may differ.
       outside_trace: A context in which the thread is not tracing.
-      knows_sizes: See `Answerer`.
+      knows_sizes: See `Answerer`; also for `reads_numbers`.
 
     Attributes:
       values: The values of the evaluated nodes.
@@ -146,8 +153,11 @@ class CallValues:
         known: Sequence[np.ndarray[Any, Any]],
         outside_trace: Callable[[], AbstractContextManager[None]],
         knows_sizes: bool,
+        reads_numbers: bool,
     ) -> None:
         self.knows_sizes = knows_sizes
+        self.reads_numbers = reads_numbers
+        self.gave_numbers = False
         self.values: dict[Node, Any] = {}
         self._inputs = inputs
         self._key = key

@@ -42,9 +42,10 @@ from jaxfn._torch._compat import (
     plain_torch,
     storage_id,
 )
-from jaxfn._torch.graph.reads import NO_VALUES, Answerer, CallValues, GraphSoFar, Read, same_bits
+from jaxfn._torch.graph.numbers import TracedNumber, is_operand, item, map_numbers, numbers_in, read_number
+from jaxfn._torch.graph.reads import NO_VALUES, STAYS, Answerer, CallValues, GraphSoFar, Read, same_bits
 from jaxfn._torch.graph.shape_inference import ShapeInference
-from jaxfn._torch.graph.source_lines import format_line, ops_hint, running_line, source_line
+from jaxfn._torch.graph.source_lines import Line, format_line, ops_hint, running_line, source_line
 from jaxfn._torch.graph.statements import running_purpose
 from jaxfn._torch.graph.targets import JaxCall, draws_random_numbers
 from jaxfn._torch.operations import entry_name, unsupported_reason
@@ -98,7 +99,7 @@ NO_EXTERNALS = ExternalTensors()
 
 _READS = {
     "check": "in a check whose failure the code may handle, or that computes with it",
-    "branch": "to choose a branch (in an `if`)",
+    "branch": "to choose a branch (in an `if`, or by `max()` of numbers)",
     "loop": "to end a loop (in a `while`)",
     "number": "as a number (by `int()`, `float()`, `.item()`)",
     "array": "as an array or a list (by `.numpy()`, `.tolist()`)",
@@ -118,6 +119,8 @@ class Recorder(TorchDispatchMode):
     Attributes:
       reads: The answered reads.
       skipped: The reads of checks without an answer, which are assumed to pass.
+      numbers: The numbers that `item()` returned, each with an entry for `explain`.
+      is_finished: Whether the trace has ended.
       unanswered: The error of a read without an answer. The code may have caught it.
       reads_external_values: Whether Python code read values of an external tensor.
       is_seeded: Whether the code set torch's random state.
@@ -146,6 +149,8 @@ class Recorder(TorchDispatchMode):
         self.answerer = answerer
         self.reads: list[Read] = []
         self.skipped: list[Read] = []
+        self.numbers: list[tuple[TracedNumber, Read]] = []
+        self.is_finished = False
         self.unanswered: DataDependentError | None = None
         self.externals = externals
         self._replacements = replacements
@@ -428,6 +433,8 @@ class Recorder(TorchDispatchMode):
         if operands and all(x.device.type == "meta" for x in operands):  # torch infers a shape
             with plain_torch():
                 return func(*args, **kwargs)
+        if self.numbers and numbers_in((args, kwargs)):
+            return self._call_with_numbers(func, args, kwargs)
         is_traced = any(isinstance(x, FakeTensor) for x in operands)
         if func in _IDENTITIES and is_traced:
             if self._stops and func is aten.detach.default:
@@ -464,6 +471,63 @@ class Recorder(TorchDispatchMode):
             pass
         return self._call_with_values(func, args, kwargs)
 
+    # ------------------------------------------------------------------------------------------------ numbers
+
+    def item(self, tensor: torch.Tensor, line: Line | None) -> TracedNumber | None:
+        """Returns the only element of a traced tensor, for a line of user code; `None` if it is to be read."""
+
+        def read() -> Any:
+            self._check_active()
+            with plain_torch():
+                return self.read(tensor).item()
+
+        node = self.node(tensor)
+        number = None if self.answerer.reads_numbers else item(self, node, read)
+        if number is not None:
+            self.answerer.gave_numbers = True
+            entry = Read(node, line, np.array("a traced number"), STAYS, "number")
+            self.numbers.append((number, entry))
+        return number
+
+    def record_number(self, target: JaxCall, operands: Sequence[Any], largest: int) -> torch.fx.Node:
+        """Records the computation of a number, or of a condition, from nodes and Python numbers."""
+        self._check_active(*operands)
+        node = self._new_node(target, tuple(operands))
+        node.meta.update(val=None, is_differentiable=False, largest_number=largest, line=running_line())
+        return node
+
+    def read_condition(self, target: JaxCall, operands: Sequence[Any]) -> bool:
+        """Computes and reads a condition on numbers."""
+        condition = self._bind_node(self.make_fake((), torch.bool), self.record_number(target, operands, 0))
+        with plain_torch():
+            return bool(self.read(condition, "branch"))
+
+    def _check_active(self, *operands: Any) -> None:
+        """Raises if a number of another trace, or of one that has ended, is used."""
+        if self.is_finished or any(isinstance(x, torch.fx.Node) and x.graph is not self.graph for x in operands):
+            raise EscapedTensorError(
+                f"{self.name} uses a number, the `.item()` of a tensor, of another call of forward or backward. Store "
+                "it as an attribute ctx.name = number, or convert it with float()"
+            )
+
+    def _call_with_numbers(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Records an operation on traced numbers. Reads them if its implementation needs their values."""
+        args, kwargs = map_numbers(lambda number: number, (args, kwargs))
+        if self.replacement(func) is None:
+            if entry_name(str(func)) is None and unsupported_reason(str(func)) is None:
+                results = self._decompose(func, args, kwargs)
+                if results is not NotImplemented:
+                    return results
+            numbers = numbers_in((args, kwargs))
+            self._check_active(*(number.result for number in numbers))
+            value = self._infer_outputs(func, *map_numbers(lambda number: number.kind(1), (args, kwargs)))
+            if all(is_operand(number, func, value) for number in numbers):
+                return self._record(func, map_numbers(lambda number: number.result, (args, kwargs)), value)
+        args, kwargs = map_numbers(read_number, (args, kwargs))
+        return self.__torch_dispatch__(func, (), args, kwargs)
+
+    # ------------------------------------------------------------------------------------------------ values
+
     def read(self, tensor: torch.Tensor, kind: str = "number", hint: str = "") -> torch.Tensor:
         """Returns a tensor with values, which Python code needs, for a traced one; other tensors unchanged.
 
@@ -479,7 +543,7 @@ class Recorder(TorchDispatchMode):
             self.reads_external_values |= not self.is_constant(tensor)
             return tensor
         node, line, purpose = self.node(tensor), running_line(), running_purpose()
-        kind = (kind == "number" and purpose.kind) or kind
+        kind = (kind in ("number", "branch") and purpose.kind) or kind
         graph = GraphSoFar(self.graph, self._inputs, self.constants, self._replacements)
         reads = self.reads
         try:

@@ -17,6 +17,7 @@ from jaxfn._torch.operations.promotion import (
     as_dtype,
     compute_dtype,
     is_inexact,
+    is_number,
     promote,
     promote_to_inexact,
     result_type,
@@ -109,12 +110,12 @@ def absolute(x: Array) -> Array:
 
 @operation("aten.add", accepts_half=True)
 def add(x: Any, y: Any, alpha: Any = 1) -> Array:
-    return _sum(x, y) if alpha == 1 else _scaled_sum(x, y, alpha)
+    return _sum(x, y) if not isinstance(alpha, Array) and alpha == 1 else _scaled_sum(x, y, alpha)
 
 
 @operation("aten.sub", accepts_half=True)
 def sub(x: Any, y: Any, alpha: Any = 1) -> Array:
-    return _difference(x, y) if alpha == 1 else _scaled_sum(x, y, -alpha)
+    return _difference(x, y) if not isinstance(alpha, Array) and alpha == 1 else _scaled_sum(x, y, -alpha)
 
 
 _sum, _difference = promote(add_arrays), promote(subtract)
@@ -203,11 +204,11 @@ _with_bounds = functools.partial(promote, cast=jnp.asarray)  # a bound that does
 def clamp(x: Array, low: Any, high: Any = None) -> Array:
     """Clamps. The derivative at a bound is a convention, which torch changed in 2.15."""
     if not CLAMP_SPLITS_TIES:
-        if isinstance(low, Array) and isinstance(high, Array):
+        if not (is_number(low) or is_number(high)):
             # Where both bounds are equal, torch drops the derivative of the lower one.
             low = jnp.where(low == high, lax.stop_gradient(low), low)
         return _clamp_to_x(x, low, high)
-    if any(isinstance(bound, Array) for bound in (low, high)):
+    if not (is_number(low) and is_number(high)):
         return _clamp_to_halves(x, low, high)
     return _clamp_to_bounds(x, low, high)
 

@@ -10,15 +10,21 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-_PYTHON = {bool: np.bool_, int: np.int64, float: np.float32, complex: np.complex64}
+_NUMBERS = {"b": np.bool_, "i": np.int64, "f": np.float32, "c": np.complex64}
+
+
+def is_number(operand: Any) -> bool:
+    """Whether an operand is a Python number, or a traced number, which is an array of weak type."""
+    return not hasattr(operand, "dtype") or getattr(operand, "weak_type", False)
 
 
 def result_type(*operands: Any) -> np.dtype[Any]:
-    """Returns the dtype in which torch computes an operation on these operands (arrays and Python numbers)."""
+    """Returns the dtype in which torch computes an operation on these operands (arrays and numbers)."""
     dimensioned, scalars, numbers = [], [], []
     for operand in operands:
-        if not hasattr(operand, "dtype"):
-            numbers.append(jax.dtypes.canonicalize_dtype(_PYTHON[type(operand)]))
+        if is_number(operand):
+            kind = getattr(operand, "dtype", np.dtype(type(operand))).kind
+            numbers.append(jax.dtypes.canonicalize_dtype(_NUMBERS[kind]))
         else:
             (dimensioned if jnp.ndim(operand) else scalars).append(operand.dtype)
     result = None

@@ -30,13 +30,14 @@ from jaxfn._torch._compat import (
     python_kernel,
     without_functions,
 )
-from jaxfn._torch.graph.source_lines import source_line
+from jaxfn._torch.graph.numbers import TracedNumber, prepare_numbers
+from jaxfn._torch.graph.source_lines import running_line, source_line
 from jaxfn._torch.trace import torch_functions
 from jaxfn._torch.trace.autograd_nodes import unwrap_node
 from jaxfn._torch.trace.detach import mark_detached, set_data
 from jaxfn._torch.trace.indexing import get_item, set_item
 from jaxfn._torch.trace.jax_function_node import call_replacement
-from jaxfn._torch.trace.leaks import swap
+from jaxfn._torch.trace.leaks import swap, track
 from jaxfn._torch.trace.recurrent import pack, pad, recurrent
 from jaxfn._torch.trace.selection import Selection
 from jaxfn._torch.trace.selection_operations import call_with_selections
@@ -60,6 +61,10 @@ class TorchFunctionInterceptor(TorchFunctionMode):
         if ACTIVE.state is not self.state:  # A nested trace is active.
             return func(*args, **kwargs)
         args, kwargs = tuple(map(_on_cpu, args)), {name: _on_cpu(value) for name, value in kwargs.items()}
+        if self.state.recorder.numbers:
+            # torch's autograd, inside a Function, does not support all operations on symbolic numbers.
+            takes_numbers = self.state.recorder.follows_grad_mode or not torch.is_grad_enabled()
+            args, kwargs = prepare_numbers(func if takes_numbers else None, args, kwargs)
         if _is_device_name(kwargs.get("device")):
             kwargs["device"] = torch.device("cpu")
         if any(isinstance(x, Selection) for x in (*args, *kwargs.values())) and func is not torch.Tensor.__setitem__:
@@ -167,6 +172,13 @@ def _type(mode: TorchFunctionInterceptor, func: Any, args: Any, kwargs: Any) -> 
 # ---------------------------------------------------------------------------------------------------------- values
 
 
+@_handles(torch.Tensor.item)
+def _item(mode: TorchFunctionInterceptor, func: Any, args: Any, kwargs: Any) -> Any:
+    is_element = mode.state.is_traced(args[0]) and args[0].numel() == 1
+    number = mode.state.recorder.item(mode.state.lower(args[0]), running_line()) if is_element else None
+    return func(*args, **kwargs) if number is None else track(number)
+
+
 @_handles(torch.Tensor.numpy, torch.Tensor.__array__, torch.Tensor.tolist, torch.Tensor.__format__)
 def _get_values(mode: TorchFunctionInterceptor, func: Any, args: Any, kwargs: Any) -> Any:
     return read_values(mode.state, func, *args, **kwargs)
@@ -198,8 +210,24 @@ def _tensor_split(mode: TorchFunctionInterceptor, func: Any, args: Any, kwargs: 
     return func(*args[:1], *map(to_numbers, args[1:]), **kwargs)
 
 
+def _to_tensor(value: Any, dtype: torch.dtype | None) -> Any:
+    """Returns a traced number as a tensor; another value unchanged."""
+    fill: Any = value
+    return torch.full((), fill, dtype=dtype) if isinstance(value, TracedNumber) else value
+
+
+@_handles(torch.where, torch.Tensor.where)
+def _where(mode: TorchFunctionInterceptor, func: Any, args: Any, kwargs: Any) -> Any:
+    if mode.state.recorder.numbers and len(args) == 3:
+        dtype = torch.result_type(*(x.kind(1) if isinstance(x, TracedNumber) else x for x in args[1:]))
+        args = (args[0], *(_to_tensor(x, dtype) for x in args[1:]))
+    return func(*args, **kwargs)
+
+
 @_handles(torch.tensor, torch.as_tensor, torch.asarray)
 def _tensor(mode: TorchFunctionInterceptor, func: Any, args: Any, kwargs: Any) -> Any:
+    if args and isinstance(args[0], TracedNumber):
+        return _to_tensor(args[0], kwargs.get("dtype")).requires_grad_(kwargs.get("requires_grad", False))
     if not (args and isinstance(args[0], torch.Tensor)):
         return func(*args, **kwargs)
     # A copy, also of an external tensor, whose value may change.
@@ -399,4 +427,5 @@ def _masked_select(mode: TorchFunctionInterceptor, func: Any, args: Any, kwargs:
 
 @_handles(torch.Tensor.__setitem__)
 def _setitem(mode: TorchFunctionInterceptor, func: Any, args: Any, kwargs: Any) -> Any:
-    return set_item(mode.state, *args)
+    tensor, index, value = args
+    return set_item(mode.state, tensor, index, _to_tensor(value, tensor.dtype))

@@ -20,7 +20,8 @@ import torch
 from torch.utils import _pytree as torch_tree
 
 from jaxfn._torch._compat import FakeTensor, FunctionalTensor, storage_id, without_functions, without_modes
-from jaxfn._torch.values.errors import TranslationError
+from jaxfn._torch.graph.numbers import TracedNumber
+from jaxfn._torch.values.errors import EscapedNumberError, TranslationError
 
 _THREAD = threading.local()
 _COLLECTING = threading.RLock()
@@ -30,7 +31,7 @@ def track(value: Any) -> Any:
     """Registers new tensors of a trace, and returns them."""
     tracked: list[weakref.ref[Any]] | None = getattr(_THREAD, "tracked", None)
     if tracked is not None:
-        if isinstance(value, FunctionalTensor):
+        if isinstance(value, (FunctionalTensor, TracedNumber)):
             tracked.append(weakref.ref(value))
         elif isinstance(value, (tuple, list)):
             tracked += [weakref.ref(x) for x in torch_tree.tree_leaves(value) if isinstance(x, FunctionalTensor)]
@@ -88,6 +89,13 @@ def checking_leaks(name: str) -> Generator[None]:
         _release(tracked, is_named=False)
         raise
     _THREAD.tracked = before
+    if _has_numbers(tracked):
+        gc.collect()
+        if _has_numbers(tracked):
+            raise EscapedNumberError(
+                f"{name} stores a number, the `.item()` of a tensor that depends on its inputs. While JAX traces it "
+                "has no value. Pass it on as an attribute ctx.name = number"
+            )
     location = _release(tracked, is_named=True)
     if location is not None:
         raise TranslationError(
@@ -130,6 +138,10 @@ def _release(tracked: list[weakref.ref[Any]], *, is_named: bool) -> str | None:
             if type(tensor) is FunctionalTensor:  # torch 2.8 may change the class before it raises.
                 _make_plain(tensor)
     return location
+
+
+def _has_numbers(tracked: list[weakref.ref[Any]]) -> bool:
+    return any(isinstance(reference(), TracedNumber) for reference in tracked)
 
 
 def _live(tracked: list[weakref.ref[Any]]) -> list[FunctionalTensor]:

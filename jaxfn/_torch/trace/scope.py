@@ -75,6 +75,7 @@ def trace_scope(state: TraceState) -> Generator[None]:
             raise explained from (None if operand_error else error)
         finally:
             ACTIVE.state = before
+            state.recorder.is_finished = True
             state.recorder.restore_gradients()
             torch.clear_autocast_cache()  # It may contain tensors of the trace.
     if state.recorder.unanswered is not None:  # The code caught it.

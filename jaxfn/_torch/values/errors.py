@@ -20,5 +20,9 @@ class SelectionError(DataDependentError):
     """An operation needs the number of elements that a mask selects."""
 
 
+class EscapedNumberError(TranslationError):
+    """User code stores a number that depends on the values of tensors, and stays traced."""
+
+
 class EscapedTensorError(TranslationError):
     """A tensor of one trace is used in another one."""

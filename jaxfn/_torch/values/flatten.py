@@ -32,7 +32,7 @@ def is_tensor(value: object) -> bool:
 def flatten_tensors(
     value: Any, is_leaf: Callable[[Any], bool] = is_tensor, *, deduplicate: bool = False
 ) -> FlatTensors:
-    """Flattens lists, tuples and dicts, at any depth, to their tensors and a template.
+    """Flattens lists, tuples and dicts, at any depth, to their tensors and a template. Traced numbers in it are read.
 
     Args:
       value: The value.
@@ -44,13 +44,13 @@ def flatten_tensors(
 
     def slot(leaf: Any) -> Any:
         if not is_leaf(leaf):
-            return leaf
+            return leaf.node.read() if isinstance(leaf, (torch.SymFloat, torch.SymInt)) else leaf
         if deduplicate and id(leaf) in slots_by_id:
             return slots_by_id[id(leaf)]
         leaves.append(leaf)
         return slots_by_id.setdefault(id(leaf), Slot(len(leaves) - 1)) if deduplicate else Slot(len(leaves) - 1)
 
-    return FlatTensors(leaves, torch_tree.tree_map(slot, value, is_leaf=_is_size))
+    return FlatTensors(leaves, torch_tree.tree_map(slot, value, is_leaf=is_size))
 
 
 def unflatten_tensors(template: Any, leaves: Sequence[Any] | Mapping[int, Any]) -> Any:
@@ -59,7 +59,7 @@ def unflatten_tensors(template: Any, leaves: Sequence[Any] | Mapping[int, Any]) 
     def fill(leaf: Any) -> Any:
         return leaves[leaf.index] if isinstance(leaf, Slot) else leaf
 
-    return torch_tree.tree_map(fill, template, is_leaf=_is_size)
+    return torch_tree.tree_map(fill, template, is_leaf=is_size)
 
 
 def map_tensors(function: Callable[[Any], Any], value: Any) -> Any:
@@ -87,7 +87,7 @@ def tensors_in(value: Any) -> list[torch.Tensor]:
 _ATOMS = frozenset({int, float, bool, str, type(None), torch.dtype, torch.device, torch.memory_format, torch.layout})
 
 
-def _is_size(value: object) -> bool:
+def is_size(value: object) -> bool:
     """Whether a value is a `torch.Size`, which torch's pytree functions would convert to a tuple."""
     return isinstance(value, torch.Size)
 
