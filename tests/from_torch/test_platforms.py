@@ -176,8 +176,12 @@ ORDERS: dict[str, Case] = {
 }
 
 
+# The ends of an axis do not matter here: of each stride of `avg_pool2d` one case.
+SHARDED = [name for name in CASES | ORDERS if "ceil_mode True" not in name and "count_include_pad True" not in name]
+
+
 @pytest.mark.parametrize("axis_type", ["Auto", "Explicit"])
-@pytest.mark.parametrize("name", CASES | ORDERS)
+@pytest.mark.parametrize("name", SHARDED)
 def test_gradients_over_devices_are_those_of_one_device(name: str, axis_type: str) -> None:
     """Inside `shard_map` over an Auto axis, and over an Explicit axis, where every value has a sharding."""
     function, shapes = (CASES | ORDERS)[name]
