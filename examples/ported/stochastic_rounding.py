@@ -1,5 +1,7 @@
 """examples.ported.originals.StochasticRounding, rewritten for JAX by jaxfn. The license of the original applies."""
 
+import itertools
+
 import jax
 import jax.numpy as jnp
 
@@ -11,9 +13,10 @@ class StochasticRounding(jaxfn.Function):
 
     @staticmethod
     def forward(ctx, x, levels, *, key=None):
+        keys = (jax.random.fold_in(key, i) for i in itertools.count())
         scaled = x * levels
         low = jnp.floor(scaled)
-        up = jax.random.uniform(jax.random.fold_in(key, 0), x.shape, x.dtype) < scaled - low
+        up = jax.random.uniform(next(keys), x.shape, x.dtype) < scaled - low
         return (low + up.astype(x.dtype)) / levels
 
     @staticmethod

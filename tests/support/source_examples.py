@@ -271,6 +271,42 @@ class AbsoluteTwice(Function):
         return grad_output * torch.abs(x)
 
 
+@written(normal(3, 4))
+class Layout(Function):
+    """Expressions that span lines, in parentheses and with comments."""
+
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        total = (
+            torch.exp(x)  # of {x}
+            * (x > 0)
+            / 2
+        ).sum(
+            dim=1,
+        )
+        # fmt: off
+        return -(x
+                 .abs()
+                 .sum(1)) * (total + torch.tensor(1)
+                             - 2), total ** 2
+        # fmt: on
+
+    @staticmethod
+    def backward(ctx, grad_output, grad_square):
+        (x,) = ctx.saved_tensors
+        grad = (
+            grad_output[:, None]
+            # twice
+            + grad_square.unsqueeze(1)
+        ) * torch.where(
+            x > 0,
+            x.exp(),
+            0.5,
+        )
+        return (grad - (grad - x)).clone().mul_(2)
+
+
 @written(normal(3, 4), 0.5)
 class SinglePrecisionMasks(Function):
     """Code that computes in single precision, also for inputs in double precision; NumPy's numbers."""

@@ -8,7 +8,7 @@ import types
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import CodeType
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import numpy as np
 import torch
@@ -25,7 +25,7 @@ from jaxfn._torch.source.source_file import (
     viewed_name,
     views_in,
 )
-from jaxfn._torch.source.spelling import NoRuleError, as_operand, fields, fill, parenthesize, parse_expression, select
+from jaxfn._torch.source.spelling import NoRuleError, as_operand, fields, fill, grouped, parse_expression, select
 from jaxfn._torch.source.table import Argument, Entry, code_of, table
 from jaxfn._torch.source.typecheck import TemplateCheck, dtype_text
 from jaxfn._torch.source.vjp_regions import Region, argument_of, gradient_of, is_backward, names_of
@@ -60,10 +60,6 @@ class ReadsVariableError(Exception):
         self.name = name
 
 
-class DrawsRepeatedlyError(Exception):
-    """Random numbers are drawn in a loop, in a part of an expression, or in a helper."""
-
-
 @dataclass
 class RewriteOptions:
     """The options, and the shared results, of rewriting the functions of a module.
@@ -76,7 +72,6 @@ class RewriteOptions:
       objects: The objects that names of the new code denote, where these differ from the old (set by the rewriting).
       draws: The code of functions that draw random numbers.
       compares_values: Whether JAX code with other values than those that were observed raises an error.
-      has_key_sequence: Whether they take the next keys of a sequence, since the number of draws is not known.
     """
 
     observation: ObservedRun
@@ -86,7 +81,6 @@ class RewriteOptions:
     objects: dict[str, Any] = field(default_factory=dict)
     draws: Collection[CodeType] = ()
     compares_values: bool = False
-    has_key_sequence: bool = False
 
     def spell(self, code: str) -> str:
         """Replaces names of modules and helpers by those of the written module."""
@@ -96,28 +90,38 @@ class RewriteOptions:
         return code
 
 
+class InPlaceCall(NamedTuple):
+    """A call that updates a tensor in place.
+
+    Attributes:
+      name: The name of the function that computes the new value.
+      target: The updated expression.
+    """
+
+    name: str
+    target: ast.expr
+    arguments: Sequence[ast.expr]
+    keywords: Sequence[ast.keyword]
+
+
 class ExpressionRewriter:
     """Rewrites the expressions of one function.
 
     Attributes:
-      num_draws: The number of random draws.
+      draws: Whether it draws random numbers.
     """
 
     def __init__(
-        self, file: SourceFile, node: FunctionNode, options: RewriteOptions, may_draw: bool, in_numpy: Collection[str]
+        self, file: SourceFile, node: FunctionNode, options: RewriteOptions, in_numpy: Collection[str]
     ) -> None:
-        self.num_draws = 0
+        self.draws = False
         self._file = file
         self._options = options
-        self._may_draw = may_draw
         self._numpy_variables = in_numpy
         self._node = node
         self._variables = [bound_names(node)]
         self._before: list[str] = []
-        self._after: list[str] = []
         self._conditional = 0
-        self._loops = 0
-        self._removed_indent = 0
         self._replaced: dict[ast.expr, ast.expr] = {}
         self._regions: list[Region] = []
         self._check = TemplateCheck(options.compares_values)
@@ -126,6 +130,9 @@ class ExpressionRewriter:
 
     def _error(self, node: Any, message: str) -> NoReturn:
         raise TranslationError(f"the source cannot be rewritten: {message}{self._file.line(node)}")
+
+    def _location(self, node: ast.stmt | ast.expr) -> str:
+        return f"{self._file.path.rpartition('/')[2]}, line {node.lineno}"
 
     def _values(self, node: ast.expr) -> list[Any]:
         if isinstance(node, ast.Constant):
@@ -152,66 +159,54 @@ class ExpressionRewriter:
 
     # In-place updates
 
-    def _update(self, call: ast.expr) -> tuple[ast.expr | None, str] | None:
-        """Returns the updated expression and its new value if a call updates a tensor in place.
-
-        The expression is `None` if nothing else has the tensor.
-        """
-        if not isinstance(call, ast.Call):
-            return None
-        found = self._updated(call)
-        if found is None:
-            return None
-        name, target, arguments, keywords = found
-        inner = self._update(target)
-        text = self._apply(call, name, arguments, keywords, inner[1] if inner is not None else None)
-        if inner is not None:
-            return inner[0], text
-        if not isinstance(target, (ast.Name, ast.Attribute, ast.Subscript)):
-            if self._is_fresh(target):
-                return None, text
-            if viewed_name(target) is not None:
-                return target, text
+    def _update(self, call: ast.Call) -> str:
+        """Returns the value of a call that updates a tensor in place, after the statement that stores it."""
+        updated = self._updated(call)
+        assert updated is not None
+        text = self._apply(call, updated.name, updated.arguments, updated.keywords)
+        target = updated.target
+        while isinstance(target, ast.Call) and (inner := self._updated(target)) is not None:
+            target = inner.target
+        if not isinstance(target, (ast.Name, ast.Attribute)) and self._is_fresh(target):
+            return text  # Nothing else has the tensor.
+        if not isinstance(target, (ast.Name, ast.Attribute, ast.Subscript)) and viewed_name(target) is None:
             raise NoRuleError(
                 f"{self._file.segment(target)} is updated in place, and shares memory with another tensor"
             )
-        if isinstance(target, ast.Subscript) and self._is_fresh(target):
-            return None, text
-        return target, text
+        if self._conditional:
+            raise NoRuleError("a tensor is updated in place in a part of an expression; use a separate statement")
+        self._before += self._store(target, text)
+        return self._render(target)
 
     def _is_fresh(self, node: ast.expr) -> bool:
         values = self._values(node)
         return bool(values) and all(isinstance(x, ObservedTensor) and x.is_fresh for x in values)
 
-    def _updated(self, call: ast.Call) -> tuple[str, ast.expr, list[ast.expr], list[ast.keyword]] | None:
-        """Returns the name of the function, the updated expression, and the arguments, of an in-place call."""
+    def _updated(self, call: ast.Call) -> InPlaceCall | None:
+        """Returns what a call updates in place; `None` if it updates nothing."""
         if not self._is_torch_call(call):
             return None
         name, arguments = self._callee(call)
         keywords = {x.arg: x for x in call.keywords}
         if "out" in keywords:
             rest = [x for x in call.keywords if x.arg != "out"]
-            return name, keywords["out"].value, arguments, rest
+            return InPlaceCall(name, keywords["out"].value, arguments, rest)
         inplace = keywords.get("inplace")
         is_inplace = inplace is not None and self._value(inplace.value) is True
         has_suffix = name.endswith("_") and not name.endswith("__") and name not in table()
         if not is_inplace and not has_suffix:
             return None
         target = arguments[0] if arguments else keywords["input"].value
-        return name.removesuffix("_"), target, arguments, list(call.keywords)
+        return InPlaceCall(name.removesuffix("_"), target, arguments, call.keywords)
 
-    def _store(self, target: ast.expr, text: str) -> str:
-        """Returns the statement that gives an expression a new value."""
+    def _store(self, target: ast.expr, text: str) -> list[str]:
+        """Returns the statements that give an expression a new value, and the variables of which it is a view."""
         base = viewed(target)
         if base is not None and self._is_tensor(base):
             return self._store(base, self._viewed_value(target, base, text))
-        if isinstance(target, ast.Name):
-            if not self._is_variable(target.id):
-                raise NoRuleError(f"{target.id} belongs to an enclosing scope and is updated in place")
-            self._write_back(target)
-        elif not isinstance(target, (ast.Attribute, ast.Subscript)):
+        if not isinstance(target, (ast.Name, ast.Attribute, ast.Subscript)):
             raise NoRuleError(f"{self._file.segment(target)} is updated in place")
-        return f"{self._render(target)} = {text}"
+        return [f"{self._render(target)} = {text}", *self._write_back(target)]
 
     def _viewed_value(self, view: ast.expr, base: ast.expr, text: str) -> str:
         """Returns the new value of the tensor that is updated through a view; `text` is that of the view."""
@@ -243,27 +238,27 @@ class ExpressionRewriter:
             raise NoRuleError(f"a tensor is updated in place through {name}")
         return self._options.spell(codes[name])
 
-    def _write_back(self, target: ast.Name) -> None:
-        """Adds the statement that updates the variable of which an updated variable is a view, if it is read later."""
-        views, loads = views_in(self._node), [n for n in ast.walk(self._node) if isinstance(n, ast.Name)]
-        view, name = views.get(target.id, (None, None))
+    def _write_back(self, target: ast.expr) -> list[str]:
+        """Returns the statements for the variables of which an updated variable is a view, if they are read later."""
+        views = views_in(self._node)
+        view, name = views.get(getattr(target, "id", ""), (None, None))
         base = viewed(view) if view is not None else None
-        if view is None or base is None or self._is_fresh(view):
-            return
-        names: set[str] = set()
+        if not isinstance(target, ast.Name) or view is None or base is None or self._is_fresh(view):
+            return []
+        names = {target.id}
         while name is not None:
             names.add(name.id)
             _, name = views.get(name.id, (None, None))
-        if self._loops or any(n.id in names and n.lineno > target.lineno for n in loads):
-            position = len(self._after)  # That of this statement, before those of variables further up.
-            stored = self._store(base, self._viewed_value(view, base, target.id))
-            self._after.insert(position, stored)
+        nodes = list(ast.walk(self._node))
+        in_loop = any(isinstance(n, (ast.For, ast.While)) and target in ast.walk(n) for n in nodes)
+        is_read = any(isinstance(n, ast.Name) and n.id in names and n.lineno > target.lineno for n in nodes)
+        return self._store(base, self._viewed_value(view, base, target.id)) if in_loop or is_read else []
 
     def _writes_tensor(self, target: ast.Subscript | ast.Attribute) -> bool:
         return self._is_tensor(target.value) and (isinstance(target, ast.Subscript) or target.attr == "data")
 
-    def _set(self, target: ast.Subscript | ast.Attribute, value: ast.expr, op: ast.operator | None) -> str:
-        """Returns the statement for `target = value` or, with an operator, `target += value`."""
+    def _set(self, target: ast.Subscript | ast.Attribute, value: ast.expr, op: ast.operator | None) -> list[str]:
+        """Returns the statements for `target = value` or, with an operator, `target += value`."""
         if isinstance(target, ast.Attribute):
             text = self._render(value) if op is None else self._operation(target.value, op, self._render(value))
             return self._store(target.value, text)
@@ -288,13 +283,11 @@ class ExpressionRewriter:
         return self._store(base, f"{base_text}.at[{index}].{verb}({text})")
 
     def _operation(self, target: ast.expr, op: ast.operator, value: str) -> str:
-        template = ast.unparse(ast.BinOp(ast.Name("_x_", ast.Load()), op, ast.Name("_y_", ast.Load())))
-        template = template.replace("_x_", "{x}").replace("_y_", "{y}")
-        return fill(template, {"x": self._render(target), "y": value})
+        return fill(operator_template(op), {"x": self._render(target), "y": value})
 
     def _set_mask(
         self, target: ast.Subscript, value: ast.expr, op: ast.operator | None, mask: ObservedTensor, x: ObservedTensor
-    ) -> str:
+    ) -> list[str]:
         mask_text, base = self._render(target.slice), self._render(target.value)
         key = ast.dump(target.slice)
         selected = [
@@ -327,8 +320,7 @@ class ExpressionRewriter:
         if isinstance(node, (ast.Constant, ast.JoinedStr)):
             return self._file.segment(node)
         if self._is_instrumented(node) and not self._values(node):
-            line = f"{self._file.path.rpartition('/')[2]}, line {node.lineno}"
-            return self._options.spell("not_reached") + f'("{line}")'
+            return self._options.spell("not_reached") + f'("{self._location(node)}")'
         rule: Callable[..., str | None] | None = getattr(self, f"_render_{type(node).__name__.lower()}", None)
         text = rule(node) if rule is not None else None
         text = self._splice(node) if text is None else text
@@ -359,8 +351,8 @@ class ExpressionRewriter:
         is_read = isinstance(getattr(node, "ctx", ast.Load()), ast.Load)
         return is_read and isinstance(node, (*kinds, ast.IfExp, ast.List, ast.Tuple, ast.Dict, ast.ListComp))
 
-    def _splice(self, node: ast.expr) -> str:
-        """Returns the text of an expression with that of its parts replaced."""
+    def _splice(self, node: ast.expr, texts: Mapping[ast.expr, str] | None = None) -> str:
+        """Returns the text of an expression with that of its parts replaced, by `texts` if they are passed."""
         start, end = self._file.span(node)
         pieces: list[str] = []
         is_conditional = isinstance(node, (ast.IfExp, ast.BoolOp, ast.ListComp, ast.GeneratorExp, ast.Lambda))
@@ -370,14 +362,12 @@ class ExpressionRewriter:
         ]
         names = {n.id for n in targets if isinstance(n, ast.Name)}
         self._variables.append(names | (bound_names(node) if isinstance(node, ast.Lambda) else set()))
-        for parent, child in sorted(_parts(node), key=lambda x: self._file.span(x[1])):
+        for child in sorted(_parts(node), key=self._file.span):
             child_start, child_end = self._file.span(child)
-            text = self._render(child)
+            text = self._render(child) if texts is None else texts[child]
             if text != self._file.segment(child):
-                before = self._file.slice((start, child_start)).rstrip()
-                after = self._file.slice((child_end, end)).lstrip()
-                in_parentheses = before.endswith("(") and after.startswith(")") and not isinstance(parent, ast.Call)
-                text = text if in_parentheses else parenthesize(text, parent, child)
+                before = "".join((*pieces, self._file.slice((start, child_start))))
+                text = grouped(before, text, self._file.slice((child_end, end)))
             pieces += [self._file.slice((start, child_start)), text]
             start = child_end
         self._conditional -= is_conditional
@@ -431,9 +421,7 @@ class ExpressionRewriter:
         if isinstance(base, ObservedTensor):
             return self._tensor_attribute(node)
         if isinstance(base, tuple) and node.attr in _RESULT_FIELDS:
-            elements = self._pair(node.value) if isinstance(node.value, ast.Call) else None
-            index = _RESULT_FIELDS[node.attr]
-            return elements[index] if elements else f"{self._render(node.value)}[{index}]"
+            return _result(self._render(node.value), _RESULT_FIELDS[node.attr])
         if isinstance(base, torch.autograd.function.FunctionCtx) and node.attr == "saved_variables":
             return f"{self._render(node.value)}.saved_tensors"
         if isinstance(base, (torch.finfo, torch.iinfo)):
@@ -449,18 +437,15 @@ class ExpressionRewriter:
         return self._object(node, value) if is_global else None
 
     def _tensor_attribute(self, node: ast.Attribute) -> str | None:
-        if node.attr == "data":
-            return self._detached(node)
         if node.attr == "requires_grad":
             return self._requires_grad(node)
-        if (
-            node.attr == "grad"
-            and isinstance(node.value, ast.Name)
-            and any(node.value.id in r.inputs and is_backward(r.calls[0]) for r in self._regions)
-        ):
+        inputs = {name for r in self._regions if is_backward(r.calls[0]) for name in r.inputs}
+        if node.attr == "grad" and isinstance(node.value, ast.Name) and node.value.id in inputs:
             return gradient_of(node.value.id)
         if node.attr in rules.ATTRIBUTES:
-            return fill(rules.ATTRIBUTES[node.attr], {"input": self._render(node.value)})
+            plain, _, strict = rules.ATTRIBUTES[node.attr].partition(" => ")
+            code = strict if strict and self._strict(node) else plain
+            return fill(self._options.spell(code), {"input": self._render(node.value)})
         if node.attr not in rules.SHARED_ATTRIBUTES:
             raise NoRuleError(f"the attribute {node.attr} of a tensor has no rule")
         return None
@@ -486,23 +471,14 @@ class ExpressionRewriter:
             raise NoRuleError("whether this tensor requires a gradient depends on the call; use ctx.needs_input_grad")
         return str(values.pop())
 
-    def _detached(self, node: ast.Attribute) -> str:
-        """Returns `x.data`, which has no derivative in the strict spelling."""
-        text = self._render(node.value)
-        return self._options.spell(f"lax.stop_gradient({text})") if self._strict(node) else text
-
     def _render_subscript(self, node: ast.Subscript) -> str | None:
         base = self._value(node.value)
-        if isinstance(base, tuple) and isinstance(node.value, ast.Call) and isinstance(node.slice, ast.Constant):
-            elements = self._pair(node.value)
-            if elements is not None and isinstance(node.slice.value, int):
-                if elements[node.slice.value] == "None":
-                    raise NoRuleError("the second result of this function has no rule")
-                return elements[node.slice.value]
+        is_call = isinstance(base, tuple) and isinstance(node.value, ast.Call)
+        if is_call and isinstance(node.slice, ast.Constant) and isinstance(node.slice.value, int):
+            return _result(self._render(node.value), node.slice.value)
         if not isinstance(base, ObservedTensor):
             return None
-        base_text = parenthesize(self._render(node.value), node, node.value)
-        return f"{base_text}[{self._index(node)}]"
+        return f"{as_operand(self._render(node.value))}[{self._index(node)}]"
 
     def _index(self, node: ast.Subscript) -> str:
         """Returns the indices of a tensor."""
@@ -511,26 +487,21 @@ class ExpressionRewriter:
             value = self._value(index) if not isinstance(index, ast.Slice) else None
             if isinstance(value, ObservedTensor) and value.dtype == torch.bool and not value.is_constant:
                 raise NoRuleError("a mask selects elements, whose number depends on values; use torch.where")
-        if isinstance(node.slice, ast.Tuple):
-            start, end = self._file.span(node.slice)
-            pieces: list[str] = []
-            for index in indices:
-                pieces += [self._file.slice((start, self._file.span(index)[0])), self._one_index(index)]
-                start = self._file.span(index)[1]
-            text = "".join((*pieces, self._file.slice((start, end))))
-            has_parentheses = self._file.span(node.slice)[0] < self._file.span(indices[0])[0]
-            return text[1:-1] if has_parentheses else text
-        return self._one_index(node.slice)
+        texts = {index: self._one_index(index) for index in indices}
+        if not isinstance(node.slice, ast.Tuple):
+            return texts[node.slice]
+        has_parentheses = self._file.span(node.slice)[0] < self._file.span(indices[0])[0]
+        text = self._splice(node.slice, texts)
+        return text[1:-1] if has_parentheses else text
 
     def _one_index(self, index: ast.expr) -> str:
-        text = self._splice(index) if isinstance(index, ast.Slice) else self._render(index)
-        value = None if isinstance(index, ast.Slice) else self._value(index)
+        text, value = self._render(index), None if isinstance(index, ast.Slice) else self._value(index)
         return self._options.spell(f"np.array({text})") if isinstance(value, (list, range)) else text
 
     def _checked_splice(self, node: ast.expr) -> str:
         """Returns the text of an operator expression on tensors, with a cast where JAX has another dtype."""
-        parts = {f"p{i}": part for i, (_, part) in enumerate(_parts(node))}
-        template = _template(node, {part: name for name, part in parts.items()})
+        parts = {f"p{i}": part for i, part in enumerate(_parts(node))}
+        template = self._splice(node, {part: f"{{{name}}}" for name, part in parts.items()})
         arguments = {name: Argument("", self._value(part), part) for name, part in parts.items()}
         cast = self._cast(node, template, arguments)
         text = self._splice(node)
@@ -544,7 +515,7 @@ class ExpressionRewriter:
         found: list[tuple[dict[str, Any], ObservedTensor]] = []
         is_observed = (self._file.path, self._file.span(node)) in self._options.observation.in_double
         for value in (self._value, self._value_in_double) if is_observed else (self._value,):
-            _, values = _texts(_with_values(arguments, value))
+            values = _values(arguments, value)
             if isinstance(expected := value(node), ObservedTensor):
                 found.append((values | {"dtype_of_result": expected.dtype}, expected))
         if not any(self._check.cast(template, values, expected) for values, expected in found):
@@ -562,13 +533,8 @@ class ExpressionRewriter:
     _render_unaryop = _render_binop
 
     def _render_compare(self, node: ast.Compare) -> str | None:
-        if any(isinstance(op, (ast.In, ast.NotIn)) for op in node.ops) and self._is_tensor(node.comparators[0]):
-            raise NoRuleError("`in` of a tensor has no rule")
-        if isinstance(self._value(node.left), torch.device) or any(
-            isinstance(self._value(x), torch.device) for x in node.comparators
-        ):
-            return repr(self._value(node))
-        return None
+        is_of_devices = any(isinstance(self._value(x), torch.device) for x in (node.left, *node.comparators))
+        return repr(self._value(node)) if is_of_devices else None
 
     def _render_call(self, node: ast.Call) -> str | None:
         function = self._value(node.func)
@@ -576,9 +542,8 @@ class ExpressionRewriter:
             return self._isinstance(node)
         if isinstance(function, torch.nn.Module):
             raise NoRuleError("a torch.nn.Module is called; convert modules with jaxfn.from_torch")
-        update = self._update(node)
-        if update is not None:
-            return self._inline_update(*update)
+        if self._updated(node) is not None:
+            return self._update(node)
         if self._is_torch_call(node):
             if isinstance(self._bound_self(node), torch.autograd.function.FunctionCtx):
                 return None
@@ -588,18 +553,14 @@ class ExpressionRewriter:
             return self._apply(node, name, arguments, node.keywords)
         root = root_name(node.func)
         is_local = root is not None and self._is_variable(root.id) and isinstance(node.func, ast.Name)
-        if self._options.has_key_sequence and not is_local and code_of_function(function) in self._options.draws:
-            self.num_draws += 1
+        if not is_local and code_of_function(function) in self._options.draws:
+            self.draws = True
             text = self._splice(node)
             has_comma = text[:-1].rstrip().endswith((",", "("))
             return f"{text[:-1].rstrip()}{'' if has_comma else ', '}keys=keys)"
         tensors = [x for x in node.args if self._is_tensor(x)]
         if tensors and function in (int, float, bool, list) and self._is_constant(tensors[0]):
             return f"{self._file.segment(node.func)}({self._in_numpy(tensors[0])})"
-        reads = isinstance(function, type) and function in (int, float, bool, complex)
-        module = (getattr(function, "__module__", None) or "").partition(".")[0]
-        if tensors and (reads or module in ("math", "numpy", "_operator")):
-            raise NoRuleError(f"{self._file.segment(node.func)} reads the value of a tensor")
         return None
 
     def _is_constant(self, node: ast.expr) -> bool:
@@ -619,24 +580,14 @@ class ExpressionRewriter:
             raise NoRuleError("the value of a tensor is read")
         return re.sub(r"(?<![\w.])jnp\b", self._options.names.get("np", "np"), text)
 
-    def _inline_update(self, target: ast.expr | None, text: str) -> str:
-        if target is None:
-            return text
-        if self._conditional:
-            raise NoRuleError("a tensor is updated in place in a part of an expression; use a separate statement")
-        self._before.append(self._store(target, text))
-        return self._render(target)
-
     def _isinstance(self, node: ast.Call) -> str | None:
         kind = self._value(node.args[1])
         kinds: tuple[Any, ...] = kind if isinstance(kind, tuple) else (kind,)
-        if any(isinstance(x, type) and issubclass(x, torch.Tensor) for x in kinds):
-            if len(kinds) > 1:
-                raise NoRuleError("isinstance with torch.Tensor among several types has no rule")
-            return self._options.spell(f"isinstance({self._render(node.args[0])}, jax.Array)")
-        if any(isinstance(x, type) and x.__module__.partition(".")[0] == "torch" for x in kinds):
+        if not any(isinstance(x, type) and x.__module__.partition(".")[0] == "torch" for x in kinds):
+            return None
+        if kinds[1:] or not issubclass(kinds[0], torch.Tensor):
             raise NoRuleError(f"isinstance with {self._file.segment(node.args[1])} has no rule")
-        return None
+        return self._options.spell(f"isinstance({self._render(node.args[0])}, jax.Array)")
 
     # Calls of torch
 
@@ -674,60 +625,18 @@ class ExpressionRewriter:
         name: str,
         arguments: Sequence[ast.expr],
         keywords: Sequence[ast.keyword],
-        first: str | None = None,
     ) -> str:
-        """Returns a torch call in JAX; `first` replaces the text of its first argument."""
-        elements = self._apply_entry(call, name, arguments, keywords, first)
-        return elements
-
-    def _with_parentheses(self, call: ast.Call, text: str) -> str:
-        """Returns the tensor of a method call, with the parentheses around it if it spans lines."""
-        assert isinstance(call.func, ast.Attribute)
-        start, end = self._file.span(call)[0], self._file.span(call.func)[1] - len(call.func.attr.encode())
-        inner = self._file.span(call.func.value)
-        before, after = self._file.slice((start, inner[0])), self._file.slice((inner[1], end)).rstrip()[:-1].rstrip()
-        return f"{before}{text}{after}" if "\n" in before and "#" not in before + after else text
-
-    def _pair(self, call: ast.Call) -> list[str] | None:
-        """Returns the texts of the results of a torch call that has several; `None` if the code does not list them."""
-        if not self._is_torch_call(call) or self._updated(call) is not None:
-            return None
-        name, arguments = self._callee(call)
-        if name not in table() and name != "grad":
-            return None
-        text = self._apply(call, name, arguments, call.keywords)
-        parsed = parse_expression(text)
-        if not isinstance(parsed, ast.Tuple):
-            return None
-        lines = f"(\n{text}\n)".splitlines()
-        if any(x.lineno != x.end_lineno for x in parsed.elts):
-            return None
-        return [lines[x.lineno - 1].encode()[x.col_offset : x.end_col_offset].decode() for x in parsed.elts]
-
-    def _apply_entry(
-        self,
-        call: ast.Call,
-        name: str,
-        arguments: Sequence[ast.expr],
-        keywords: Sequence[ast.keyword],
-        first: str | None,
-    ) -> str:
+        """Returns a torch call in JAX."""
         special: Callable[..., str | None] | None = getattr(self, f"_call_{name}", None)
         positional = [x for x in arguments if not isinstance(self._value(x), (torch.device, torch.memory_format))]
         if name in ("to", "cuda"):
             positional = [x for i, x in enumerate(positional) if not i or not isinstance(self._value(x), (str, bool))]
-        args = [self._argument(x) for x in positional[first is not None :]]
-        if first is not None:
-            args.insert(0, Argument(first, self._value(positional[0]), positional[0]))
-        elif isinstance(call.func, ast.Attribute) and positional and positional[0] is call.func.value:
-            args[0] = args[0]._replace(text=self._with_parentheses(call, args[0].text))
+        args = [self._argument(x) for x in positional]
         named = {x.arg: self._argument(x.value) for x in keywords if x.arg not in rules.IGNORED | {None, "out"}}
         if any(x.arg is None for x in keywords):
             raise NoRuleError(f"{name} is called with **keywords")
-        if special is not None:
-            text = special(call, args, named)
-            if text is not None:
-                return text
+        if special is not None and (text := special(call, args, named)) is not None:
+            return text
         entries = table().get(name) or table().get(re.sub("^(_|special_)", "", name), ())
         is_method = isinstance(call.func, ast.Attribute) and self._is_tensor(call.func.value)
         problem = f"{name} has no rule" if not entries else f"{name} has no rule for these arguments"
@@ -748,13 +657,13 @@ class ExpressionRewriter:
         strict = self._strict(call, plain_code != strict_code)
         problem: Exception | None = None
         for code in [strict_code] if strict else dict.fromkeys([plain_code, strict_code]):
-            texts, values = _texts(bound)
+            texts, values = _texts(bound), _values(bound, self._value)
             if not {*fields(code)} <= texts.keys() | {"key", "dtype_of_result"}:
                 continue
             observed = self._value(call)
             tensor = observed[0] if isinstance(observed, (tuple, list)) and observed else observed
             if isinstance(tensor, ObservedTensor):
-                texts["dtype_of_result"] = self._dtype_of_result(tensor, bound)
+                texts["dtype_of_result"] = self._options.spell(dtype_text(tensor.dtype))
                 values["dtype_of_result"] = tensor.dtype
             try:
                 self._check.shape(code, values, observed)
@@ -763,40 +672,14 @@ class ExpressionRewriter:
                 problem = error
                 continue
             if "{key}" in code:
-                texts["key"] = self._draw()
+                self.draws, texts["key"] = True, "next(keys)"
             text = fill(self._options.spell(code), texts)
             if cast is None:
                 return text
             return f"{as_operand(text)}.astype({cast})"
         raise NoRuleError(str(problem))
 
-    def _dtype_of_result(self, tensor: ObservedTensor, bound: Mapping[str, Any]) -> str:
-        return self._options.spell(dtype_text(tensor.dtype))
-
-    def _draw(self) -> str:
-        self.num_draws += 1
-        if self._options.has_key_sequence:
-            return "next(keys)"
-        if not self._may_draw or self._loops or self._conditional:
-            raise DrawsRepeatedlyError
-        return self._options.spell(f"jax.random.fold_in(key, {self.num_draws - 1})")
-
-    def _call_expand(self, call: ast.Call, args: list[Argument], named: Mapping[Any, Argument]) -> str | None:
-        """Returns `expand`, in which -1 leaves an axis unchanged."""
-        x, *sizes = args
-        sizes = sizes or [named["size"]]
-        if len(sizes) == 1 and isinstance(sizes[0].value, (tuple, list)):
-            has_minus = -1 in sizes[0].value
-            text = sizes[0].text.removeprefix("*")
-            text = f"*{text}" if has_minus else text
-        else:
-            has_minus = any(size.value == -1 or size.is_starred for size in sizes)
-            text = ", ".join(size.text for size in sizes)
-            text = text if has_minus else f"({text}{',' * (len(sizes) == 1)})"
-        template = f"expand({{x}}, {text})" if has_minus else f"jnp.broadcast_to({{x}}, {text})"
-        return fill(self._options.spell(template), {"x": x.text})
-
-    def _call_grad(self, call: ast.Call, args: list[Argument], named: Mapping[Any, Argument]) -> str | None:
+    def _call_grad(self, call: ast.Call, args: list[Argument], named: Mapping[Any, Argument]) -> str:
         """Returns the derivatives of the statements that computed the outputs."""
         region = next((r for r in self._regions if call in r.calls), None)
         if region is None:
@@ -823,49 +706,26 @@ class ExpressionRewriter:
             text = f"{as_operand(text)}[0]" if is_single else f"tuple({text})"
         return f"{region.vjp}({text})"
 
-    def _call_requires_grad_(self, call: ast.Call, args: list[Argument], named: Mapping[Any, Argument]) -> str | None:
-        """Returns the tensor of `x.detach().requires_grad_()`, a variable of autograd inside."""
-        node = args[0].node
-        if isinstance(node, ast.Call) and callee_name(node) == "detach":
-            return self._render(self._callee(node)[1][0])
-        return args[0].text
-
-    def _call_copy(self, call: ast.Call, args: list[Argument], named: Mapping[Any, Argument]) -> str | None:
-        """Returns `x.copy_(y)`, which is y if it has the shape and dtype of x."""
-        pairs = zip(*(self._values(x.node) for x in args[:2]), strict=False)
-        is_same = all(
-            isinstance(x, ObservedTensor) and isinstance(y, ObservedTensor) and (x.shape, x.dtype) == (y.shape, y.dtype)
-            for x, y in pairs
-        )
-        return args[1].text if is_same and len(args) == 2 else None
-
-    def _call_tolist(self, call: ast.Call, args: list[Argument], named: Mapping[Any, Argument]) -> str | None:
-        """Returns a method that reads values, of a constant."""
+    def _call_item(self, call: ast.Call, args: list[Argument], named: Mapping[Any, Argument]) -> str:
+        """Returns a call that reads values, of a constant."""
         if not self._is_constant(args[0].node):
             raise NoRuleError("the value of a tensor is read")
-        text = as_operand(self._in_numpy(args[0].node))
-        return f"{text}.{callee_name(call)}()"
+        name, text = callee_name(call), self._in_numpy(args[0].node)
+        if name != "nonzero":
+            return f"{as_operand(text)}.{name}()"
+        is_tuple = "as_tuple" in named and named["as_tuple"].value
+        return self._options.spell(f"np.nonzero({text})" if is_tuple else f"np.argwhere({text})")
 
-    _call_item = _call_tolist
-
-    def _call_nonzero(self, call: ast.Call, args: list[Argument], named: Mapping[Any, Argument]) -> str | None:
-        if not self._is_constant(args[0].node):
-            raise NoRuleError("the number of nonzero elements depends on values")
-        function = "np.nonzero" if "as_tuple" in named and named["as_tuple"].value else "np.argwhere"
-        return f"{self._options.spell(function)}({self._in_numpy(args[0].node)})"
+    _call_tolist = _call_nonzero = _call_item
 
     def _call_type(self, call: ast.Call, args: list[Argument], named: Mapping[Any, Argument]) -> str | None:
-        """Returns `x.type()` as a dtype; and `y.type(name)`, where the name is one that torch has for a tensor type."""
-        if len(args) == 1 and not named:
-            return f"{as_operand(args[0].text)}.dtype"
-        name = args[1]
-        if not isinstance(name.value, str):
+        """Returns `y.type(name)`, where the name is one of torch for a tensor type, or a variable with `x.type()`."""
+        if len(args) == 1 or not isinstance(args[1].value, str):
             return None
-        dtype = torch.empty(0).type(name.value).dtype
-        is_literal = isinstance(name.node, ast.Constant)
-        return (
-            f"{as_operand(args[0].text)}.astype({self._options.spell(dtype_text(dtype)) if is_literal else name.text})"
-        )
+        dtype = torch.empty(0).type(args[1].value).dtype
+        is_literal = isinstance(args[1].node, ast.Constant)
+        text = self._options.spell(dtype_text(dtype)) if is_literal else args[1].text
+        return f"{as_operand(args[0].text)}.astype({text})"
 
 
 def code_of_function(value: Any) -> CodeType | None:
@@ -883,63 +743,81 @@ def is_torchs(function: Any) -> bool:
     return module.partition(".")[0] == "torch" or (is_builtin and owner.partition(".")[0] == "torch")
 
 
+def operator_template(op: ast.operator) -> str:
+    """Returns the template of a binary operator's expression."""
+    return ast.unparse(ast.BinOp(ast.Set([ast.Name("x")]), op, ast.Set([ast.Name("y")])))
+
+
+def elements(text: str) -> list[str]:
+    """Returns the texts of the elements if an expression is a tuple in parentheses."""
+    parsed = parse_expression(text)
+    wrapped = f"_[\n{text}\n]"
+    nodes = parsed.elts if isinstance(parsed, ast.Tuple) else []
+    return [ast.get_source_segment(wrapped, node) or "" for node in nodes]
+
+
+def check_result(text: str) -> None:
+    """Raises an error for a result of a torch function that JAX's functions do not compute."""
+    if text == "None":
+        raise NoRuleError("the second result of this function has no rule")
+
+
+def _result(text: str, index: int) -> str:
+    """Returns one result of a function that has several."""
+    results = elements(text)
+    if not results:
+        return f"{as_operand(text)}[{index}]"
+    check_result(results[index])
+    return results[index]
+
+
 def callee_name(node: ast.AST) -> str:
     function = node.func if isinstance(node, ast.Call) else node
     return function.attr if isinstance(function, ast.Attribute) else getattr(function, "id", "")
 
 
-def _texts(bound: Mapping[str, Any]) -> tuple[dict[str, str], dict[str, Any]]:
-    """Returns the texts and the values of the arguments of an entry."""
+def _texts(bound: Mapping[str, Any]) -> dict[str, str]:
+    """Returns the texts of the arguments of an entry; several ones, of `*args`, as a tuple and with commas."""
     texts: dict[str, str] = {}
-    values: dict[str, Any] = {}
     for name, argument in bound.items():
         if isinstance(argument, Argument):
             is_axes = isinstance(argument.value, list) and not isinstance(argument.node, ast.List) and name == "dim"
             texts[name] = f"tuple({argument.text})" if is_axes else argument.text
-            is_axes = isinstance(argument.value, list) and name in ("dim", "dims")
-            values[name] = tuple(argument.value) if is_axes else argument.value
             continue
         items: tuple[Argument, ...] = argument
         texts[f"{name}_args"] = ", ".join(x.text for x in items)
-        if len(items) == 1 and isinstance(items[0].value, (tuple, list)) and not items[0].is_starred:
-            texts[name], values[name] = items[0].text, tuple(items[0].value)
+        texts[name] = f"({texts[f'{name}_args']}{',' * (len(items) == 1)})"
+        if _is_sequence(items):
+            texts[name] = items[0].text.removeprefix("*")
+    return texts
+
+
+def _values(bound: Mapping[str, Any], value: Callable[[ast.expr], Any]) -> dict[str, Any]:
+    """Returns the values of the arguments of an entry, by a function of their nodes."""
+
+    def value_of(x: Argument) -> Any:
+        return value(x.node.value if isinstance(x.node, ast.Starred) else x.node)
+
+    values: dict[str, Any] = {}
+    for name, argument in bound.items():
+        if isinstance(argument, Argument):
+            observed = value_of(argument)
+            values[name] = tuple(observed) if isinstance(observed, list) and name in ("dim", "dims") else observed
         else:
-            texts[name] = f"({texts[f'{name}_args']}{',' * (len(items) == 1)})"
-            spread = [item.value if item.is_starred else [item.value] for item in items]
-            values[name] = tuple(x for values_ in spread for x in values_)
-        values[f"{name}_args"] = values[name]
-    return texts, values
+            several = [value_of(x) if x.is_starred or _is_sequence(argument) else [value_of(x)] for x in argument]
+            values[name] = values[f"{name}_args"] = tuple(x for part in several for x in part)
+    return values
 
 
-def _with_values(bound: Mapping[str, Any], value: Callable[[ast.expr], Any]) -> dict[str, Any]:
-    """Returns bound arguments with other observed values."""
-
-    def replace(argument: Argument) -> Argument:
-        node = argument.node
-        return argument._replace(value=value(node.value if isinstance(node, ast.Starred) else node))
-
-    return {n: replace(x) if isinstance(x, Argument) else tuple(map(replace, x)) for n, x in bound.items()}
+def _is_sequence(items: Sequence[Argument]) -> bool:
+    """Whether the arguments for `*args` are one sequence."""
+    return len(items) == 1 and isinstance(items[0].value, (tuple, list))
 
 
-def _parts(node: ast.AST) -> Iterator[tuple[ast.AST, ast.expr]]:
-    """Yields the expressions that are directly inside a node, each with the node whose operand it is."""
+def _parts(node: ast.AST) -> Iterator[ast.expr]:
+    """Yields the expressions that are directly inside a node."""
     for child in ast.iter_child_nodes(node):
-        if isinstance(child, ast.Slice):
-            yield from _parts(child)
-        elif isinstance(child, ast.expr):
-            yield node, child
+        if isinstance(child, ast.expr):
+            yield child
         elif isinstance(child, (ast.keyword, ast.comprehension)):
             yield from _parts(child)
-
-
-def _template(node: ast.expr, names: Mapping[ast.expr, str]) -> str:
-    """Returns an expression with fields in place of its parts."""
-
-    copied = type(node)(**dict(ast.iter_fields(node)))
-    for name, value in ast.iter_fields(copied):
-        if isinstance(value, ast.expr) and value in names:
-            setattr(copied, name, ast.Name(f"_field_{names[value]}_", ast.Load()))
-        elif isinstance(value, list):
-            new = [ast.Name(f"_field_{names[x]}_", ast.Load()) if x in names else x for x in value]
-            setattr(copied, name, new)
-    return re.sub(r"_field_(\w+?)_\b", r"{\1}", ast.unparse(ast.copy_location(copied, node)))

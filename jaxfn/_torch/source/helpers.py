@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from functools import partial
-from itertools import count
 from typing import Any
 
 import jax
@@ -33,27 +32,6 @@ def floor_divide(x: Any, y: Any) -> jax.Array:
     return jnp.where(y == 0, x / y, jnp.floor_divide(x, y)) if is_floating else jnp.floor_divide(x, y)
 
 
-def truncated_divide(x: Any, y: Any) -> jax.Array:
-    """Returns x / y, rounded towards 0, of integers."""
-    dtype = jnp.result_type(x, y)
-    return lax.div(*jnp.broadcast_arrays(jnp.asarray(x, dtype), jnp.asarray(y, dtype)))
-
-
-def fmax(x: jax.Array, y: jax.Array) -> jax.Array:
-    """Returns the maximum of x and y, ignoring NaN. At a tie x has the whole derivative."""
-    return jnp.where((x >= y) | jnp.isnan(y), x, y)
-
-
-def fmin(x: jax.Array, y: jax.Array) -> jax.Array:
-    """Returns the minimum of x and y, ignoring NaN. At a tie x has the whole derivative."""
-    return jnp.where((x <= y) | jnp.isnan(y), x, y)
-
-
-def lerp(x: jax.Array, end: jax.Array, weight: Any) -> jax.Array:
-    """Interpolates from the nearer end, so that both ends are exact."""
-    return jnp.where(jnp.abs(weight) < 0.5, x + weight * (end - x), end - (end - x) * (1 - weight))
-
-
 def clamp_to_input(x: jax.Array, low: Any = None, high: Any = None) -> jax.Array:
     """Clamps. At a bound the derivative is that of x."""
     x = x if low is None else jnp.where((x < low) | jnp.isnan(low), low, x)
@@ -66,29 +44,9 @@ def clamp_to_bounds(x: jax.Array, low: Any = None, high: Any = None) -> jax.Arra
     return x if high is None else jnp.where((x >= high) | jnp.isnan(high), high, x)
 
 
-def hardtanh(x: jax.Array, low: float = -1.0, high: float = 1.0) -> jax.Array:
-    """Clamps. At a bound the derivative is 0."""
-    return jnp.where(x <= low, low, jnp.where(x >= high, high, x))
-
-
-def hardsigmoid(x: jax.Array) -> jax.Array:
-    """Returns a piecewise linear sigmoid. At both ends the derivative is 0."""
-    return jnp.where(x <= -3, 0, jnp.where(x >= 3, 1, x / 6 + 0.5))
-
-
-def hardswish(x: jax.Array) -> jax.Array:
-    """Returns x * hardsigmoid(x). At the ends the derivatives are 0 and 1."""
-    return jnp.where(x <= -3, 0, jnp.where(x >= 3, x, x * (x + 3) / 6))
-
-
 def elu(x: jax.Array, alpha: float = 1.0) -> jax.Array:
     """Returns x, or alpha * (exp(x) - 1) where x is not positive."""
     return jnp.where(x > 0, x, alpha * jnp.expm1(jnp.where(x > 0, 0, x)))
-
-
-def leaky_relu(x: jax.Array, slope: float = 0.01) -> jax.Array:
-    """Returns x, or slope * x where x is not positive."""
-    return jnp.where(x > 0, x, x * slope)
 
 
 def softplus(x: jax.Array, beta: float = 1.0, threshold: float = 20.0) -> jax.Array:
@@ -97,45 +55,8 @@ def softplus(x: jax.Array, beta: float = 1.0, threshold: float = 20.0) -> jax.Ar
     return jnp.where(is_linear, x, jnp.log1p(jnp.exp(jnp.where(is_linear, 0, x) * beta)) / beta)
 
 
-def hardshrink(x: jax.Array, limit: float = 0.5) -> jax.Array:
-    """Returns x, or 0 between -limit and limit."""
-    return jnp.where((x >= -limit) & (x <= limit), 0, x)
-
-
-def softshrink(x: jax.Array, limit: float = 0.5) -> jax.Array:
-    """Moves x towards 0 by limit."""
-    return jnp.where(x > limit, x - limit, jnp.where(x < -limit, x + limit, x * 0))
-
-
-def max_and_index(x: jax.Array, axis: int, keepdims: bool = False) -> tuple[jax.Array, jax.Array]:
-    """Returns the maximum along an axis and its index. The derivative goes to that element."""
-    index = jnp.argmax(x, axis, keepdims=True)
-    values = jnp.take_along_axis(x, index, axis)
-    return (values, index) if keepdims else (values.squeeze(axis), index.squeeze(axis))
-
-
-def min_and_index(x: jax.Array, axis: int, keepdims: bool = False) -> tuple[jax.Array, jax.Array]:
-    """Returns the minimum along an axis and its index. The derivative goes to that element."""
-    index = jnp.argmin(x, axis, keepdims=True)
-    values = jnp.take_along_axis(x, index, axis)
-    return (values, index) if keepdims else (values.squeeze(axis), index.squeeze(axis))
-
-
-def sorted_and_index(x: jax.Array, axis: int = -1, descending: bool = False) -> tuple[jax.Array, jax.Array]:
-    """Returns the sorted elements along an axis and their indices."""
-    index = jnp.argsort(x, axis, descending=descending)
-    return jnp.take_along_axis(x, index, axis), index
-
-
-def top_k(x: jax.Array, k: int, axis: int = -1, largest: bool = True) -> tuple[jax.Array, jax.Array]:
-    """Returns the k largest or smallest elements along an axis, sorted, and their indices."""
-    index = lax.slice_in_dim(jnp.argsort(x, axis, descending=largest), 0, k, axis=axis)
-    return jnp.take_along_axis(x, index, axis), index
-
-
-def kth_and_index(x: jax.Array, k: Any, axis: int, keepdims: bool = False) -> tuple[jax.Array, jax.Array]:
-    """Returns the k-th smallest element along an axis, and its index."""
-    index = jnp.take_along_axis(jnp.argsort(x, axis), jnp.asarray(k - 1).reshape((1,) * x.ndim), axis)
+def with_index(x: jax.Array, index: jax.Array, axis: int, keepdims: bool = False) -> tuple[jax.Array, jax.Array]:
+    """Returns the elements that an index selects along an axis, and the index. The derivative goes to them."""
     values = jnp.take_along_axis(x, index, axis)
     return (values, index) if keepdims else (values.squeeze(axis), index.squeeze(axis))
 
@@ -144,9 +65,7 @@ def median(x: jax.Array, axis: int, keepdims: bool = False) -> tuple[jax.Array, 
     """Returns the lower median along an axis, or NaN if there is one, and its index."""
     num_numbers = (~jnp.isnan(x)).sum(axis, keepdims=True)
     k = jnp.where(num_numbers < x.shape[axis], num_numbers, (x.shape[axis] - 1) // 2)
-    index = jnp.take_along_axis(jnp.argsort(x, axis), k, axis)
-    values = jnp.take_along_axis(x, index, axis)
-    return (values, index) if keepdims else (values.squeeze(axis), index.squeeze(axis))
+    return with_index(x, jnp.take_along_axis(jnp.argsort(x, axis), k, axis), axis, keepdims)
 
 
 def sum_to_shape(x: jax.Array, shape: Sequence[int]) -> jax.Array:
@@ -181,12 +100,6 @@ def vector_norm(x: jax.Array, ord: float = 2, axis: Any = None, keepdims: bool =
     return jnp.where(total == 0, 0 if ord > 0 else np.inf, jnp.where(total == 0, 1, total) ** (1 / ord))
 
 
-def normalize(x: jax.Array, p: float = 2, axis: int = 1, eps: float = 1e-12) -> jax.Array:
-    """Divides x by its norm along an axis, or by eps if that is larger."""
-    norm = vector_norm(x, p, axis, keepdims=True)
-    return x / jnp.where(norm < eps, eps, norm)
-
-
 def squeeze(x: jax.Array, axis: int | Sequence[int]) -> jax.Array:
     """Removes axes of length 1, and leaves other ones."""
     axes = [axis] if isinstance(axis, int) else axis
@@ -210,7 +123,7 @@ def split(x: jax.Array, size: int, axis: int = 0) -> list[jax.Array]:
     return jnp.split(x, list(range(size, x.shape[axis], size)), axis)
 
 
-def expand(x: jax.Array, *sizes: int) -> jax.Array:
+def expand(x: jax.Array, sizes: Sequence[int]) -> jax.Array:
     """Broadcasts x; -1 leaves an axis unchanged."""
     shape = (1,) * (len(sizes) - x.ndim) + x.shape
     return jnp.broadcast_to(x, [old if new == -1 else new for old, new in zip(shape, sizes, strict=True)])
@@ -220,12 +133,6 @@ def windows(x: jax.Array, axis: int, size: int, step: int) -> jax.Array:
     """Returns the windows of a size along an axis, as a new last axis."""
     starts = np.arange(0, x.shape[axis] - size + 1, step)
     return jnp.moveaxis(jnp.take(x, starts[:, None] + np.arange(size), axis), axis % x.ndim + 1, -1)
-
-
-def diagonal_matrix(x: jax.Array) -> jax.Array:
-    """Returns matrices with the last axis of x on their diagonals."""
-    i = np.arange(x.shape[-1])
-    return jnp.zeros((*x.shape, x.shape[-1]), x.dtype).at[..., i, i].set(x)
 
 
 def at_along(x: jax.Array, axis: int, index: jax.Array) -> Any:
@@ -240,29 +147,13 @@ def at_index(x: jax.Array, axis: int, index: Any) -> Any:
     return x.at[(slice(None),) * (axis % x.ndim) + (index,)]
 
 
-def leading(x: jax.Array, like: jax.Array) -> jax.Array:
-    """Returns the first elements of x along each axis, in the shape of `like`."""
-    return x[tuple(map(slice, like.shape))]
-
-
-def linear(x: jax.Array, weight: jax.Array, bias: jax.Array | None) -> jax.Array:
-    """Returns x @ weight.T, plus the bias if there is one."""
-    return x @ weight.T if bias is None else x @ weight.T + bias
-
-
-def pairs(values: int | Sequence[int], n: int) -> tuple[int, ...]:
+def pairs(values: Any, n: int) -> tuple[Any, ...]:
     """Returns a number for each of n axes."""
-    return (values,) * n if isinstance(values, int) else tuple(values) * (n if len(values) == 1 else 1)
+    return (values,) * n if isinstance(values, (int, float)) else tuple(values) * (n if len(values) == 1 else 1)
 
 
 def convolution(
-    x: jax.Array,
-    weight: jax.Array,
-    bias: jax.Array | None = None,
-    stride: Any = 1,
-    padding: Any = 0,
-    dilation: Any = 1,
-    groups: int = 1,
+    x: Any, weight: Any, bias: Any = None, stride: Any = 1, padding: Any = 0, dilation: Any = 1, groups: int = 1
 ) -> jax.Array:
     """Convolves the axes after the second one."""
     n = weight.ndim - 2
@@ -286,24 +177,17 @@ def convolution_weight(x: jax.Array, weight_size: Sequence[int], gradient: jax.A
 
 
 def transposed_convolution(
-    x: jax.Array,
-    weight: jax.Array,
-    bias: jax.Array | None = None,
-    stride: Any = 1,
-    padding: Any = 0,
-    output_padding: Any = 0,
-    groups: int = 1,
-    dilation: Any = 1,
+    x: jax.Array, weight: jax.Array, bias: Any = None, *, output_padding: Any = 0, groups: int = 1, **options: Any
 ) -> jax.Array:
     """Returns the transpose of a convolution, applied to x."""
     n = weight.ndim - 2
+    stride, padding, dilation = (options.get(name, x) for name, x in (("stride", 1), ("padding", 0), ("dilation", 1)))
     numbers = zip(*(pairs(z, n) for z in (stride, padding, dilation, output_padding)), strict=True)
     sizes = [
         (length - 1) * s - 2 * p + d * (k - 1) + extra + 1
         for length, k, (s, p, d, extra) in zip(x.shape[2:], weight.shape[2:], numbers, strict=True)
     ]
-    shape = (x.shape[0], weight.shape[1] * groups, *sizes)
-    y = convolution_input(shape, weight, x, stride=stride, padding=padding, dilation=dilation, groups=groups)
+    y = convolution_input((x.shape[0], weight.shape[1] * groups, *sizes), weight, x, groups=groups, **options)
     return y if bias is None else y + bias.reshape(-1, *(1,) * n)
 
 
@@ -333,23 +217,15 @@ def pool(x: jax.Array, n: int, reduction: Any, kernel_size: Any, stride: Any = N
     return y if reduction is lax.max else y / np.prod(size)
 
 
-def resize_nearest(x: jax.Array, size: Any = None, scale: Any = None) -> jax.Array:
-    """Resizes the axes after the second one to the nearest elements."""
-    n = x.ndim - 2
-    scales = pairs(scale, n) if isinstance(scale, (list, tuple)) else (scale,) * n
-    sizes = [int(x.shape[i + 2] * scales[i]) for i in range(n)] if size is None else pairs(size, n)
+def resize(x: jax.Array, size: Any, scale: Any = None, method: str = "nearest") -> jax.Array:
+    """Resizes the axes after the second one to the nearest elements, or by linear interpolation."""
+    old, n = x.shape[2:], x.ndim - 2
+    sizes = [int(a * b) for a, b in zip(old, pairs(scale, n), strict=True)] if size is None else pairs(size, n)
     for axis, length in enumerate(sizes, 2):
-        x = jnp.take(x, np.arange(length) * x.shape[axis] // length, axis)
-    return x
-
-
-def resize_linear(x: jax.Array, size: Any = None, scale: Any = None) -> jax.Array:
-    """Resizes the axes after the second one by linear interpolation."""
-    n = x.ndim - 2
-    scales = pairs(scale, n) if isinstance(scale, (list, tuple)) else (scale,) * n
-    sizes = [int(x.shape[i + 2] * scales[i]) for i in range(n)] if size is None else pairs(size, n)
-    for axis, length in enumerate(sizes, 2):
-        step = x.shape[axis] / length if size is not None else 1 / scales[axis - 2]
+        if method == "nearest":
+            x = jnp.take(x, np.arange(length) * x.shape[axis] // length, axis)
+            continue
+        step = x.shape[axis] / length if scale is None else 1 / pairs(scale, n)[axis - 2]
         position = np.maximum((np.arange(length) + 0.5) * step - 0.5, 0)
         low = np.minimum(position.astype(int), x.shape[axis] - 1)
         weight = jnp.asarray((position - low).reshape(-1, *(1,) * (x.ndim - axis - 1)), x.dtype)
@@ -406,11 +282,6 @@ def hermitian(x: jax.Array) -> jax.Array:
     return symmetric + lax.stop_gradient(half + half.mT.conj() + diagonal - symmetric)
 
 
-def channel_shuffle(x: jax.Array, groups: int) -> jax.Array:
-    """Interleaves groups of channels."""
-    return x.reshape(x.shape[0], groups, -1, *x.shape[2:]).swapaxes(1, 2).reshape(x.shape)
-
-
 def pixel_shuffle(x: jax.Array, factor: int) -> jax.Array:
     """Moves channels to blocks of pixels."""
     *batch, c, h, w = x.shape
@@ -445,11 +316,6 @@ def group_norm(x: jax.Array, groups: int, weight: Any = None, bias: Any = None, 
 def dropout(key: jax.Array, x: jax.Array, p: float) -> jax.Array:
     """Sets elements to 0 with probability p, and divides the other ones by 1 - p."""
     return jnp.where(jax.random.bernoulli(key, 1 - p, x.shape), x / (1 - p) if p < 1 else 0, 0)
-
-
-def key_sequence(key: jax.Array) -> Iterator[jax.Array]:
-    """Returns a key for each draw of random numbers, in their order."""
-    return map(partial(jax.random.fold_in, key), count())
 
 
 def not_reached(line: str) -> Any:

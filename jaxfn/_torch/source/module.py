@@ -10,8 +10,8 @@ import symtable
 import sys
 import textwrap
 import types
+import typing
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from functools import partial
 from types import CodeType
 from typing import Any, NamedTuple
 
@@ -21,7 +21,6 @@ import torch
 from jaxfn._torch._compat import scripted_function
 from jaxfn._torch.source import helpers
 from jaxfn._torch.source.expressions import (
-    DrawsRepeatedlyError,
     ReadsVariableError,
     RewriteOptions,
     Site,
@@ -32,7 +31,6 @@ from jaxfn._torch.source.expressions import (
 from jaxfn._torch.source.observe import ObservedRun, is_function_class, is_user_class, is_user_function
 from jaxfn._torch.source.rewrite import FunctionRewriter
 from jaxfn._torch.source.source_file import SourceFile, Span, bound_names
-from jaxfn._torch.source.spelling import wrap
 from jaxfn._torch.source.table import table
 from jaxfn._torch.source.typecheck import dtype_text
 from jaxfn._torch.values.errors import TranslationError
@@ -43,8 +41,8 @@ _IMPORTS = {
     "np": "import numpy as np",
     "lax": "from jax import lax",
     "jaxfn": "import jaxfn",
+    "itertools": "import itertools",
 }
-_TYPING = frozenset({"Any", "Optional", "Union", "Tuple", "List", "Dict"})
 # Decorators of torch without an effect on JAX.
 _REMOVED_DECORATORS = frozenset(
     {"no_grad", "enable_grad", "custom_fwd", "custom_bwd", "compile", "ignore", "unused", "disable", "allow_in_graph"}
@@ -93,23 +91,14 @@ def write_module(
     """
     names = _free_names(observation)
     options = RewriteOptions(observation, strict, names, compares_values=compares_values)
-    writer = partial(_Writer, options, function, once_differentiable, note)
+    options.draws = _drawing_functions(observation)
+    writer = _Writer(options, function, once_differentiable, note)
     try:
-        try:
-            return _write(writer(), function, arguments)
-        except DrawsRepeatedlyError:
-            options.draws, options.has_key_sequence = _drawing_functions(observation), True
-            return _write(writer(), function, arguments)
+        for x in (function, *(x for x in arguments if is_user_function(x) or is_function_class(x))):
+            writer.add(x)
+        return Module(writer.module_text(), tuple(options.alternatives), writer.draws)
     except SyntaxError as error:
         raise TranslationError(f"the source of {function.__name__} cannot be rewritten: {error}") from error
-
-
-def _write(writer: _Writer, function: Any, arguments: Sequence[Any]) -> Module:
-    writer.add(function)
-    for argument in arguments:
-        if is_user_function(argument) or is_function_class(argument):
-            writer.add(argument)
-    return Module(writer.module_text(), tuple(writer.options.alternatives), writer.draws)
 
 
 def _free_names(observation: ObservedRun) -> dict[str, str]:
@@ -121,8 +110,7 @@ def _free_names(observation: ObservedRun) -> dict[str, str]:
                 taken.add(n.arg if isinstance(n, ast.arg) else n.name)
             elif isinstance(n, ast.Name):
                 values = observation.values.get((file.path, file.span(n)), [None])
-                is_module = isinstance(values[0], types.ModuleType) and values[0].__name__ == "numpy"
-                if not is_module and (getattr(values[0], "__module__", None) or "").partition(".")[0] != "torch":
+                if not isinstance(values[0], types.ModuleType) and not is_torchs(values[0]):
                     taken.add(n.id)
     return {name: f"{name}_" if name in taken else name for name in (*_IMPORTS, *_HELPERS)}
 
@@ -160,6 +148,8 @@ class _Writer:
         self._once_differentiable = once_differentiable
         self.options = options
         self._main = main
+        self._spelled = {new: name for name, new in options.names.items()}
+        self._helpers: dict[str, str] = {}
         self._parts: dict[str, str] = {}
         self._constants: dict[str, str] = {}
         self._objects: dict[str, Any] = {}
@@ -169,17 +159,14 @@ class _Writer:
     def add(self, value: Any) -> None:
         """Adds the definition of a function or class, after those that it uses."""
         name = value.__name__
-        if name in self._objects:
-            if self._objects[name] is not value:
-                raise TranslationError(f"the source cannot be rewritten: two definitions are named {name}. Rename one")
+        if not self._is_new(name, value):
             return
-        self._objects[name] = value
         file, node = self._definition(value)
         self.options.objects.clear()
         if isinstance(node, ast.ClassDef):
             edits = self._class_edits(value, file, node)
         else:
-            edits = self._edits(file, node, value is self._main, value)
+            edits = self._edits(file, node, value)
         text = _edited(file, node, edits)
         draws, self._draws = self._draws, frozenset()
         if draws and is_function_class(value) and value is not self._main:
@@ -188,6 +175,15 @@ class _Writer:
             text, self.draws = _with_key(text, draws, value is self._main, self.options), True
         self._add_names(text, _scope(value) | self.options.objects, file, name)
         self._parts[name] = text
+
+    def _is_new(self, name: str, value: Any) -> bool:
+        """Whether a name had no value in the module so far."""
+        if name not in self._objects:
+            self._objects[name] = value
+            return True
+        if not _is_same(self._objects[name], value):
+            raise TranslationError(f"the source cannot be rewritten: two objects are named {name}. Rename one")
+        return False
 
     def _definition(self, value: Any) -> tuple[SourceFile, ast.FunctionDef | ast.ClassDef]:
         function = next(iter(_functions(value)), None)
@@ -206,19 +202,17 @@ class _Writer:
             raise TranslationError(f"the source of {value.__name__} cannot be rewritten: it is not a def statement")
         return file, node
 
-    def _edits(self, file: SourceFile, node: ast.FunctionDef, may_draw: bool, function: Any) -> dict[Span, str]:
-        """Returns the edits of a function, whose body raises if no example called it."""
-        statements = self.options.observation.statements
-        has_run = any((file.path, file.span(s)[0]) in statements for s in node.body)
+    def _edits(self, file: SourceFile, node: ast.FunctionDef, function: Any) -> dict[Span, str]:
+        """Returns the edits of a function."""
         in_numpy: frozenset[str] = frozenset()
         while True:
-            rewriter = FunctionRewriter(file, node, self.options, may_draw, in_numpy)
+            rewriter = FunctionRewriter(file, node, self.options, in_numpy)
             try:
-                rewriter.run() if has_run else rewriter.reject("no example called")
+                rewriter.run()
                 break
             except ReadsVariableError as error:
                 in_numpy |= {error.name}
-        if rewriter.num_draws:
+        if rewriter.draws:
             self._draws |= {node.name}
         return rewriter.edits | _decorator_edits(file, node, self.options, inspect.unwrap(function) is function)
 
@@ -229,13 +223,9 @@ class _Writer:
                 edits[file.span(base_node)] = f"{self.options.names['jaxfn']}.Function"
         for method in node.body:
             if not isinstance(method, ast.FunctionDef):
-                if not isinstance(method, (ast.Expr, ast.Assign, ast.AnnAssign, ast.Pass)):
-                    line = file.line(method)
-                    raise TranslationError(f"the source cannot be rewritten: the class has other parts{line}")
                 continue
-            may_draw = value is self._main and method.name in ("forward", *_DERIVATIVES)
             attribute = vars(value).get(method.name)
-            edits |= self._edits(file, method, may_draw, getattr(attribute, "__func__", attribute))
+            edits |= self._edits(file, method, getattr(attribute, "__func__", attribute))
             decorators = [ast.unparse(d).rpartition(".")[2] for d in method.decorator_list]
             is_main = value is self._main and method.name in ("backward", "vjp")
             if is_main and self._once_differentiable and "once_differentiable" not in decorators:
@@ -249,16 +239,19 @@ class _Writer:
     def _add_names(self, text: str, scope: Mapping[str, Any], file: SourceFile, where: str) -> None:
         """Adds everything that the global names in a text denote."""
         for name in _global_names(text):
-            if name in self.options.names.values() or hasattr(builtins, name):
+            spelled = self._spelled.get(name)
+            if spelled in _IMPORTS:
+                self._imports.add(_aliased(_IMPORTS[spelled], spelled, name))
+            elif spelled in _HELPERS and spelled not in self._helpers:
+                self._helpers[spelled] = self.options.spell(_HELPERS_FILE.segment(_HELPERS[spelled]))
+                self._add_names(self._helpers[spelled], vars(helpers), _HELPERS_FILE, spelled)
+            elif spelled is not None or hasattr(builtins, name):
                 continue
-            if name in self._objects:
-                if not _is_same(self._objects[name], scope.get(name, self._objects[name])):
-                    raise TranslationError(f"the source cannot be rewritten: two objects are named {name}. Rename one")
             elif name in scope:
                 self._add_value(name, scope[name], file, where)
-            elif name in _TYPING:
+            elif name in typing.__all__:
                 self._imports.add(f"from typing import {name}")
-            else:
+            elif name not in self._objects:
                 raise TranslationError(f"the source of {where} cannot be rewritten: {name} is not defined")
 
     def _add_value(self, name: str, value: Any, file: SourceFile, where: str) -> None:
@@ -275,45 +268,26 @@ class _Writer:
         elif is_user_function(value) or is_user_class(value):
             self.add(value)
             if value.__name__ != name:
-                self._objects[name] = value
-                self._parts[name] = f"{name} = {value.__name__}"
+                self._alias(name, value, value.__name__)
         elif getattr(value, "__name__", "") == "apply" and is_function_class(getattr(value, "__self__", None)):
             self.add(value.__self__)
-            self._objects[name] = value
-            self._parts[name] = f"{name} = {value.__self__.__name__}.apply"
+            self._alias(name, value, f"{value.__self__.__name__}.apply")
         elif is_standard and hasattr(sys.modules[module], name):
             self._imports.add(f"from {module} import {name}")
-        else:
-            self._objects[name] = value
+        elif self._is_new(name, value):
             self._constants[name] = _constant_text(name, value, file, where)
+            self._add_names(self._constants[name], {}, file, where)
+
+    def _alias(self, name: str, value: Any, text: str) -> None:
+        if self._is_new(name, value):
+            self._parts[name] = f"{name} = {text}"
 
     def module_text(self) -> str:
         """Returns the text of the module."""
-        names = self.options.names
-        parts = [*self._constants.values(), *self._parts.values()]
-        used = _identifiers("\n\n".join(parts))
-        needed: set[str] = set()
-        pending = [name for name in _HELPERS if names[name] in used]
-        while pending:
-            name = pending.pop()
-            if name not in needed:
-                needed.add(name)
-                own = _identifiers(_HELPERS_FILE.segment(_HELPERS[name]))
-                rules = [n.name for n in _HELPERS.values() if any(name in ast.unparse(d) for d in n.decorator_list)]
-                pending += [*(own & _HELPERS.keys()), *rules]
-        copied = [self.options.spell(_definition_text(_HELPERS_FILE, _HELPERS[n])) for n in _HELPERS if n in needed]
-        used = _identifiers("\n\n".join((*parts, *copied)))
-        imports = {_aliased(line, name, names[name]) for name, line in _IMPORTS.items() if names[name] in used}
-        if copied:
-            modules = dict.fromkeys(["Iterator", "Sequence"], "collections.abc")
-            modules |= {"Any": "typing", "partial": "functools", "count": "itertools"}
-            imports |= {f"from {module} import {name}" for name, module in modules.items() if name in used}
-        head = [_header(self._main, self._note), _sorted_imports(imports | self._imports)]
+        head = [_header(self._main, self._note), _sorted_imports(self._imports)]
         head += ["\n".join(self._constants.values())] if self._constants else []
-        text = "\n\n\n".join(["\n\n".join(head), *copied, *self._parts.values()])
-        original = {line.strip() for file in self.options.observation.files.all() for line in file.lines()}
-        lines = text.splitlines()
-        return "\n".join(x if x.strip() in original else wrap(x) for x in lines) + "\n"
+        copied = [self._helpers[name] for name in _HELPERS if name in self._helpers]
+        return "\n\n\n".join(["\n\n".join(head), *copied, *self._parts.values()]) + "\n"
 
 
 def _functions(value: Any) -> list[Any]:
@@ -363,21 +337,11 @@ def _decorator_edits(
     return edits
 
 
-def _definition_text(file: SourceFile, node: ast.FunctionDef | ast.ClassDef) -> str:
-    return _edited(file, node, {})
-
-
 def _edited(file: SourceFile, node: ast.FunctionDef | ast.ClassDef, edits: dict[Span, str]) -> str:
     """Returns the text of a definition with parts replaced, without its indentation."""
     first = min([node.lineno, *(d.lineno for d in node.decorator_list)])
-    position, end = file.line_span(first, first)[0], file.span(node)[1]
-    pieces: list[str] = []
-    for (start, stop), text in sorted(edits.items()):
-        if start < position:  # It is inside a part that was replaced as a whole.
-            continue
-        pieces += [file.slice((position, start)), text]
-        position = stop
-    return textwrap.dedent("".join((*pieces, file.slice((position, end))))).rstrip()
+    start = file.line_span(first, first)[0]
+    return textwrap.dedent(file.edited((start, file.span(node)[1]), edits)).rstrip()
 
 
 def _with_key(text: str, draws: frozenset[str], is_main: bool, options: RewriteOptions) -> str:
@@ -399,23 +363,23 @@ def _with_key(text: str, draws: frozenset[str], is_main: bool, options: RewriteO
     forward = functions["forward"] if isinstance(definition, ast.ClassDef) else definition
     assert isinstance(forward, ast.FunctionDef)
     edits |= _parameter(file, forward, "key=None")
-    assignment = options.spell("keys = key_sequence({})" if options.has_key_sequence else "key = {}")
+    assignment = options.spell("keys = (jax.random.fold_in(key, i) for i in itertools.count())")
     lines: dict[str, list[str]] = {}
-    if options.has_key_sequence and forward.name in draws:
-        lines[forward.name] = [assignment.format("key")]
+    if forward.name in draws:
+        lines[forward.name] = [assignment]
+    derivatives = draws & {*_DERIVATIVES}
     if isinstance(definition, ast.ClassDef):
         if (setup := functions.get("setup_context")) is not None:
             ctx, inputs = (x.arg for x in setup.args.args[:2])
-            stored = f"{ctx}.key" if draws & {*_DERIVATIVES} else "_"
-            lines["setup_context"] = [f"*{inputs}, {stored} = {inputs}"]
-        elif draws & {*_DERIVATIVES}:
+            lines["setup_context"] = [f"*{inputs}, {f'{ctx}.key' if derivatives else '_'} = {inputs}"]
+        elif derivatives:
             lines.setdefault("forward", []).insert(0, f"{forward.args.args[0].arg}.key = key")
-        for name in draws & {*_DERIVATIVES}:
-            key = f"jax.random.fold_in({functions[name].args.args[0].arg}.key, 0x{_BACKWARD_KEY_DATA:X})"
-            lines[name] = [assignment.format(key)]
-        for name in ("backward", "vjp"):
-            for statement in _returns(functions.get(name)):
-                edits |= _another_gradient(file, statement.value)
+        for name in derivatives:
+            key = f"key = jax.random.fold_in({functions[name].args.args[0].arg}.key, 0x{_BACKWARD_KEY_DATA:X})"
+            lines[name] = [options.spell(key), assignment]
+        for value in [*_returned(functions.get("backward")), *_returned(functions.get("vjp"))]:
+            _, end = file.span(value.elts[-1] if isinstance(value, ast.Tuple) else value)
+            edits[end, end] = ", None"  # The gradient of the key.
     for name, new in lines.items():
         first = functions[name].body[ast.get_docstring(functions[name]) is not None]
         start, _ = file.span(first)
@@ -426,8 +390,6 @@ def _with_key(text: str, draws: frozenset[str], is_main: bool, options: RewriteO
 def _parameter(file: SourceFile, node: ast.FunctionDef, text: str) -> dict[Span, str]:
     """Returns the edit that adds a keyword-only parameter to a function."""
     arguments = node.args
-    if arguments.kwarg is not None:
-        raise TranslationError("the source cannot be rewritten: a function with **kwargs draws random numbers")
     parameters = [*arguments.args, *arguments.kwonlyargs, *filter(None, [arguments.vararg])]
     nodes = [*parameters, *arguments.defaults, *(x for x in arguments.kw_defaults if x is not None)]
     is_keyword_only = bool(arguments.kwonlyargs) or arguments.vararg is not None
@@ -438,26 +400,13 @@ def _parameter(file: SourceFile, node: ast.FunctionDef, text: str) -> dict[Span,
     return {(end, end): f", {text}" if is_keyword_only else f", *, {text}"}
 
 
-def _returns(node: ast.AST | None) -> Iterator[ast.Return]:
-    """Yields the return statements of a function, without those of functions inside it."""
+def _returned(node: ast.AST | None) -> Iterator[ast.expr]:
+    """Yields the values that a function returns."""
     for child in () if node is None else ast.iter_child_nodes(node):
-        if isinstance(child, ast.Return):
-            yield child
+        if isinstance(child, ast.Return) and child.value is not None:
+            yield child.value
         elif not isinstance(child, (ast.FunctionDef, ast.Lambda)):
-            yield from _returns(child)
-
-
-def _another_gradient(file: SourceFile, value: ast.expr | None) -> dict[Span, str]:
-    """Returns the edits that add `None`, the gradient of the key, to returned gradients."""
-    if value is None:
-        return {}
-    _, end = file.span(value)
-    if isinstance(value, ast.Tuple):
-        last = file.span(value.elts[-1])[1]
-        return {(last, last): ", None"}
-    if isinstance(value, ast.Call):
-        raise TranslationError("the source cannot be rewritten: backward draws random numbers and returns a call")
-    return {(end, end): ", None"}
+            yield from _returned(child)
 
 
 def _global_names(text: str) -> list[str]:
@@ -473,10 +422,6 @@ def _global_names(text: str) -> list[str]:
         pending += table.get_children()
     order = [n.id for n in ast.walk(ast.parse(text)) if isinstance(n, ast.Name)]
     return sorted(found, key=lambda name: order.index(name) if name in order else 0)
-
-
-def _identifiers(text: str) -> set[str]:
-    return {n.id for n in ast.walk(ast.parse(text)) if isinstance(n, ast.Name)}
 
 
 def _constant_text(name: str, value: Any, file: SourceFile, where: str) -> str:

@@ -142,8 +142,9 @@ class _Instrumentation(TorchFunctionMode):
         self._old_code: list[tuple[FunctionType, CodeType]] = []
         self._globals: list[dict[str, Any]] = []
         self._scripted: list[tuple[dict[str, Any], str, Any]] = []
-        self._updates: dict[int, int] = {}
-        self._bindings: dict[tuple[object, str], int | None] = {}
+        self._updates: dict[int | None, int] = {}
+        self._bindings: dict[tuple[object, str], tuple[Any, int | None]] = {}
+        self._new_names: dict[object, tuple[str, ...]] = {}
         self._storages: dict[int, Any] = {}  # They stay alive, so that addresses are unique.
 
     def __torch_function__(
@@ -154,8 +155,7 @@ class _Instrumentation(TorchFunctionMode):
         returned = func(*args, **(kwargs or {}))
         updated = [x for x, version in zip(tensors, versions, strict=True) if _version(x) != version]
         for tensor in updated:
-            if (address := self._address(tensor)) is not None:
-                self._updates[address] = self._num_updates(address) + 1
+            self._updates[self._address(tensor)] = self._num_updates(tensor) + 1
         if all(_CONSTANT in vars(x) for x in tensors):
             for x in torch_tree.tree_leaves(returned):
                 if isinstance(x, torch.Tensor):
@@ -178,33 +178,35 @@ class _Instrumentation(TorchFunctionMode):
     def load(self, index: int, frame: object, name: str, value: Any) -> Any:
         """Records a variable's value, and whether its memory was updated after the variable was assigned."""
         if isinstance(value, torch.Tensor):
-            bound, address = self._bindings.get((frame, name)), self._address(value)
-            if bound is not None and address is not None and bound != self._num_updates(address):
+            tensor, num_updates = self._bindings.get((frame, name), (None, None))
+            if tensor is not value:
+                self._bind(frame, name, value)
+            elif num_updates != self._num_updates(value):
                 self.observation.stale[self._spans[index]] = (
                     f"{name} is read after an in-place update, through another variable, of memory that they share. "
                     "JAX arrays share none. Update a copy, `tensor.clone()`, or use the variable that was updated"
                 )
         return self.value(index, value)
 
-    def ran(self, index: int) -> None:
-        """Records that a statement runs."""
-        path, (start, _) = self._spans[index]
-        self.observation.statements.add((path, start))
-
     def enter(self, parameters: Mapping[str, Any]) -> object:
         """Returns a new identity for a call of a function, with the parameters as its variables."""
         frame = object()
-        self.bind(frame, parameters)
+        self._new_names[frame] = tuple(parameters)
         return frame
 
-    def bind(self, frame: object, variables: Mapping[str, Any]) -> None:
-        """Records that variables have new values."""
-        for name, value in variables.items():
-            address = self._address(value) if isinstance(value, torch.Tensor) else None
-            self._bindings[frame, name] = None if address is None else self._num_updates(address)
+    def ran(self, index: int, frame: object, names: tuple[str, ...], variables: Mapping[str, Any]) -> None:
+        """Records that a statement runs, which gives `names` new values, as the one before it has done."""
+        path, (start, _) = self._spans[index]
+        self.observation.statements.add((path, start))
+        for name in self._new_names.get(frame, ()):
+            self._bind(frame, name, variables.get(name))
+        self._new_names[frame] = names
 
-    def _num_updates(self, address: int) -> int:
-        return self._updates.get(address, 0)
+    def _bind(self, frame: object, name: str, value: Any) -> None:
+        self._bindings[frame, name] = value, self._num_updates(value) if isinstance(value, torch.Tensor) else None
+
+    def _num_updates(self, tensor: torch.Tensor) -> int:
+        return self._updates.get(self._address(tensor), 0)
 
     def _address(self, tensor: torch.Tensor) -> int | None:
         """Returns the address of a tensor's storage, which other tensors may share."""
@@ -331,10 +333,6 @@ class _Instrument(ast.NodeTransformer):
     def _index(self, node: Any) -> ast.Constant:
         return ast.Constant(self._hooks.index(self._file.path, self._file.span(node)))
 
-    def _variables_dict(self, names: Iterable[str]) -> ast.Dict:
-        found = sorted(names)
-        return ast.Dict([ast.Constant(name) for name in found], [ast.Name(name, ast.Load()) for name in found])
-
     def _expression(self, node: ast.AST) -> Any:
         if not isinstance(getattr(node, "ctx", ast.Load()), ast.Load):
             return self.generic_visit(node)
@@ -367,14 +365,9 @@ class _Instrument(ast.NodeTransformer):
     def visit_FunctionDef(self, node: ast.FunctionDef) -> Any:
         outer = self._variables, self._views
         undeclared = {name for n in ast.walk(node) if isinstance(n, (ast.Global, ast.Nonlocal)) for name in n.names}
-        self._variables, self._views = (
-            bound_names(node) - undeclared,
-            {name: view.id for name, (_, view) in views_in(node).items()},
-        )
-        arguments = node.args
-        parameters = [*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs]
-        entered = self._call("enter", self._variables_dict(x.arg for x in parameters))
-        first: ast.stmt = ast.Assign([ast.Name(_FRAME, ast.Store())], entered)
+        self._variables = bound_names(node) - undeclared
+        self._views = {name: view.id for name, (_, view) in views_in(node).items()}
+        first: ast.stmt = ast.Assign([ast.Name(_FRAME, ast.Store())], self._call("enter", _locals()))
         node.body = [first, *self._statements(node.body)]
         self._variables, self._views = outer
         return node
@@ -388,49 +381,37 @@ class _Instrument(ast.NodeTransformer):
             if isinstance(statement, (ast.Global, ast.Nonlocal)):
                 new.append(statement)
                 continue
-            new.append(ast.copy_location(ast.Expr(self._call("ran", self._index(statement))), statement))
+            names: list[ast.expr] = [ast.Constant(name) for name in self._new_values(statement)]
+            arguments = self._index(statement), ast.Name(_FRAME, ast.Load()), ast.Tuple(names, ast.Load()), _locals()
+            new.append(ast.copy_location(ast.Expr(self._call("ran", *arguments)), statement))
             if isinstance(statement, ast.AugAssign) and isinstance(statement.target, ast.Name):
                 read = ast.copy_location(ast.Name(statement.target.id, ast.Load()), statement.target)
                 new.append(ast.copy_location(ast.Expr(self.visit(read)), statement))
-            updated = self._updated_variables(statement)
             new.append(self._statement(statement))
-            if updated:
-                new.append(self._bind(updated))
         return new
 
-    def _bind(self, names: set[str]) -> ast.stmt:
-        return ast.Expr(self._call("bind", ast.Name(_FRAME, ast.Load()), self._variables_dict(names)))
-
-    def _updated_variables(self, statement: ast.stmt) -> set[str]:
-        """Returns the variables that a simple statement assigns or updates in place."""
+    def _new_values(self, statement: ast.stmt) -> list[str]:
+        """Returns the variables that a statement, without those inside it, assigns or updates in place."""
+        parts = [x for x in ast.iter_child_nodes(statement) if not isinstance(x, (ast.stmt, ast.excepthandler))]
         names: set[str] = set()
-        if isinstance(statement, (ast.Assign, ast.AugAssign, ast.AnnAssign, ast.Expr, ast.Return)):
-            for node in ast.walk(statement):
-                root = None
-                if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
-                    root = node
-                elif isinstance(node, (ast.Subscript, ast.Attribute)) and isinstance(node.ctx, ast.Store):
-                    root = root_name(node) or viewed_name(node)
-                elif isinstance(node, ast.Call) and not isinstance(statement, ast.Return):
-                    root = updated_variable(node, self._variables)
-                if root is not None and root.id in self._variables:
-                    names.add(root.id)
-                    name: str | None = root.id
-                    while (name := self._views.get(name)) is not None:  # The written code updates that variable too.
-                        names |= {name} & self._variables
-            if isinstance(statement, ast.AnnAssign) and statement.value is None:
-                return set()
-        return names - _comprehension_names(statement)
+        for node in (node for part in parts for node in ast.walk(part)):
+            root = None
+            if isinstance(node, (ast.Name, ast.Subscript, ast.Attribute)) and isinstance(node.ctx, ast.Store):
+                root = root_name(node) or viewed_name(node)
+            elif isinstance(node, ast.Call):
+                root = updated_variable(node, self._variables)
+            name = getattr(root, "id", None)
+            while name is not None:  # The written code updates the variable of which it is a view, too.
+                names.add(name)
+                name = self._views.get(name)
+        return sorted(names & self._variables)
 
     def _statement(self, statement: ast.stmt) -> ast.stmt:
         if isinstance(statement, (ast.FunctionDef, ast.ClassDef)):
             return self.visit(statement)
         for name, value in ast.iter_fields(statement):
             if name in ("body", "orelse", "finalbody"):
-                body = self._statements(value)
-                if name == "body" and isinstance(statement, (ast.For, ast.With)):
-                    body = [*self._bind_targets(statement), *body]
-                setattr(statement, name, body)
+                setattr(statement, name, self._statements(value))
             elif name == "handlers":
                 for handler in value:
                     handler.body = self._statements(handler.body)
@@ -443,11 +424,9 @@ class _Instrument(ast.NodeTransformer):
                 setattr(statement, name, [self.visit(x) if isinstance(x, nodes) else x for x in value])
         return statement
 
-    def _bind_targets(self, statement: ast.For | ast.With) -> list[ast.stmt]:
-        targets = [statement.target] if isinstance(statement, ast.For) else [i.optional_vars for i in statement.items]
-        nodes = [node for target in targets if target is not None for node in ast.walk(target)]
-        names = {node.id for node in nodes if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)}
-        return [self._bind(names)] if names else []
+
+def _locals() -> ast.expr:
+    return ast.Call(ast.Name("locals", ast.Load()), [], [])
 
 
 def updated_variable(call: ast.Call, variables: set[str]) -> ast.Name | None:
@@ -459,9 +438,3 @@ def updated_variable(call: ast.Call, variables: set[str]) -> ast.Name | None:
     candidates = [keywords.get("out"), getattr(function, "value", None), *call.args[:1], keywords.get("input")]
     roots = [root_name(node) or viewed_name(node) for node in candidates if node is not None]
     return next((root for root in roots if root is not None and root.id in variables), None)
-
-
-def _comprehension_names(node: ast.AST) -> set[str]:
-    comprehensions = [x for x in ast.walk(node) if isinstance(x, ast.comprehension)]
-    targets = [name for x in comprehensions for name in ast.walk(x.target)]
-    return {name.id for name in targets if isinstance(name, ast.Name)}

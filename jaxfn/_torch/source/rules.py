@@ -1,15 +1,15 @@
 """The table of torch's functions and methods, and how JAX spells them.
 
-An entry is `signature => JAX code`, with torch's own Python signature, or several names of one signature. A method is
+An entry is `signature => JAX code`, with torch's own Python signature, or several names of one signature: NAME in the
+code is the name, without a prefix `linalg_` or `fft_`, or what stands after a colon, as in `acos:arccos`. A method is
 listed as the function whose first argument is the tensor, and `x.add_(y)` uses the entry of `add`. Entries of one name
 are tried in order, and the first whose parameters accept the call is used. Types of parameters: `Tensor`, of any dtype,
 `floats` or `integers`; `number` (of Python), `int`, `ints` (one or several), `bool`, `str`, `list`, `dtype`, or a
 literal; without a type, anything is accepted.
 
-In the code, `{x}` is an argument, `{x:0}` one with a default, and `[[, axis={dim}]]` is left out if the call does not
-pass `dim`. `{dtype_of_result}` is the dtype that torch returned, `{key}` a random key, `{size_args}` the arguments of
-`*size`, as in the call, and NAME the name of the entry. Names without a module are functions of `helpers.py`, which are
-copied into the written module.
+In the code, `{x}` is an argument, `{x:0}` one with a default, and `axis={dim?}` is left out if the call does not pass
+`dim`. `{dtype_of_result}` is the dtype that torch returned, `{key}` a random key, and `{size_args}` the arguments of
+`*size`, as in the call. Names without a module are functions of `helpers.py`, which are copied into the written module.
 
 A third column, `=> code`, is the strict spelling, for programs in which the plain one has another derivative at a tie
 or bound, or another value for NaN, and that matters.
@@ -20,124 +20,96 @@ from __future__ import annotations
 from jaxfn._torch._compat import CLAMP_SPLITS_TIES
 
 ELEMENTWISE = """
-abs(input) => jnp.abs({input}) => absolute({input})
-absolute(input) => jnp.abs({input}) => absolute({input})
-acos(input) => jnp.arccos({input})
-arccos arccosh angle arcsin arcsinh arctan arctanh ceil conj cos cosh deg2rad exp exp2 expm1 floor isfinite isinf \
-    isnan isneginf isposinf isreal log log10 log1p log2 logical_not rad2deg round signbit sin sinc sinh sqrt \
-    square tan tanh trunc(input) => jnp.NAME({input})
-acosh(input) => jnp.arccosh({input})
+abs absolute(input) => jnp.abs({input}) => absolute({input})
+acos:arccos acosh:arccosh asin:arcsin asinh:arcsinh atan:arctan atanh:arctanh conj_physical:conj fix:trunc sgn:sign \
+    arccos arccosh angle arcsin arcsinh arctan arctanh ceil conj cos cosh deg2rad exp exp2 expm1 floor isfinite isinf \
+    isnan isneginf isposinf isreal log log10 log1p log2 logical_not rad2deg round signbit sin sinc sinh sqrt square \
+    tan tanh trunc(input) => jnp.NAME({input})
 adjoint(input) => {input}.conj().mT
-add(input, other) => {input} + {other}
-add(input, alpha: number, other: Tensor) => {input} + {alpha} * {other}
-add(input, other, *, alpha) => {input} + {alpha} * {other}
-addcdiv(input, tensor1: Tensor, tensor2: Tensor) => {input} + {tensor1} / {tensor2}
-addcdiv(input, value: number, tensor1: Tensor, tensor2: Tensor) => {input} + {value} * ({tensor1} / {tensor2})
-addcdiv(input, tensor1, tensor2, *, value) => {input} + {value} * ({tensor1} / {tensor2})
-addcmul(input, tensor1: Tensor, tensor2: Tensor) => {input} + {tensor1} * {tensor2}
-addcmul(input, value: number, tensor1: Tensor, tensor2: Tensor) => {input} + {value} * ({tensor1} * {tensor2})
-addcmul(input, tensor1, tensor2, *, value) => {input} + {value} * ({tensor1} * {tensor2})
-asin(input) => jnp.arcsin({input})
-asinh(input) => jnp.arcsinh({input})
-atan(input) => jnp.arctan({input})
-atan2(input, other) => jnp.arctan2({input}, {other})
-arctan2 copysign fmod gcd hypot lcm nextafter logaddexp logaddexp2 logical_and logical_or logical_xor maximum \
-    minimum(input, other) => jnp.NAME({input}, {other})
-atanh(input) => jnp.arctanh({input})
-bitwise_and(input, other) => {input} & {other}
+add:+ sub:-(input, alpha: number, other: Tensor) => {input} NAME {alpha} * {other}
+add:+ sub:-(input, other, *, alpha) => {input} NAME {alpha} * {other}
+addcdiv:/ addcmul:*(input, tensor1: Tensor, tensor2: Tensor) => {input} + {tensor1} NAME {tensor2}
+addcdiv:/ addcmul:*(input, value: number, tensor1: Tensor, tensor2: Tensor) => \
+    {input} + {value} * ({tensor1} NAME {tensor2})
+addcdiv:/ addcmul:*(input, tensor1, tensor2, *, value) => {input} + {value} * ({tensor1} NAME {tensor2})
+arctan2 atan2:arctan2 copysign fmod gcd hypot lcm nextafter logaddexp logaddexp2 logical_and logical_or logical_xor \
+    maximum minimum(input, other) => jnp.NAME({input}, {other})
+add:+ bitwise_and:& bitwise_left_shift:<< bitwise_or:| bitwise_right_shift:>> bitwise_xor:^ div:/ divide:/ eq:== \
+    ge:>= greater:> greater_equal:>= gt:> le:<= less:< less_equal:<= lt:< mul:* multiply:* ne:!= not_equal:!= \
+    remainder:% sub:- subtract:- true_divide:/(input, other) => {input} NAME {other}
 bitwise_not(input) => ~{input}
-bitwise_or(input, other) => {input} | {other}
-bitwise_xor(input, other) => {input} ^ {other}
-bitwise_left_shift(input, other) => {input} << {other}
-bitwise_right_shift(input, other) => {input} >> {other}
-conj_physical(input) => jnp.conj({input})
-digamma erf erfc lgamma rsqrt(input) => lax.NAME({input})
+digamma erf erfc erfinv:erf_inv gammaln:lgamma lgamma psi:digamma rsqrt(input) => lax.NAME({input})
 entr i0 i0e i1 i1e log_ndtr ndtr ndtri(input) => jax.scipy.special.NAME({input})
 gammainc gammaincc xlog1py zeta(input, other) => jax.scipy.special.NAME({input}, {other})
 div(input, other, *, rounding_mode: None) => {input} / {other}
 div(input, other, *, rounding_mode: "floor") => {input} // {other} => floor_divide({input}, {other})
 div(input: floats, other, *, rounding_mode: "trunc") => jnp.trunc({input} / {other})
 div(input, other: floats, *, rounding_mode: "trunc") => jnp.trunc({input} / {other})
-div(input, other, *, rounding_mode: "trunc") => truncated_divide({input}, {other})
-div divide true_divide(input, other) => {input} / {other}
-eq(input, other) => {input} == {other}
-erfinv(input) => lax.erf_inv({input})
-fix(input) => jnp.trunc({input})
+div(input, other, *, rounding_mode: "trunc") => jnp.sign({input}) * jnp.sign({other}) * (jnp.abs({input}) // \
+    jnp.abs({other}))
 float_power(input, exponent) => {input}.astype(float) ** {exponent}
 floor_divide(input, other) => {input} // {other} => floor_divide({input}, {other})
-fmax(input, other) => jnp.fmax({input}, {other}) => fmax({input}, {other})
-fmin(input, other) => jnp.fmin({input}, {other}) => fmin({input}, {other})
+fmax:>= fmin:<=(input, other) => jnp.where(({input} NAME {other}) | jnp.isnan({other}), {input}, {other})
 frac(input) => {input} - jnp.trunc({input})
-ge greater_equal(input, other) => {input} >= {other}
-greater gt(input, other) => {input} > {other}
 heaviside(input, values) => jnp.heaviside({input}, {values})
-imag(input) => {input}.imag
+imag real(input) => {input}.NAME
 isin(elements, test_elements) => jnp.isin({elements}, {test_elements})
-isclose(input, other, rtol=1e-05, atol=1e-08, equal_nan=False) => jnp.isclose({input}, {other}[[, rtol={rtol}]][[, \
-    atol={atol}]][[, equal_nan={equal_nan}]])
+isclose(input, other, rtol=1e-05, atol=1e-08, equal_nan=False) => \
+    jnp.isclose({input}, {other}, rtol={rtol?}, atol={atol?}, equal_nan={equal_nan?})
 ldexp(input, other) => {input} * 2.0 ** {other}
-le less_equal(input, other) => {input} <= {other}
-lerp(input, end, weight) => {input} + {weight} * ({end} - {input}) => lerp({input}, {end}, {weight})
-less lt(input, other) => {input} < {other}
+lerp(input, end, weight) => {input} + {weight} * ({end} - {input}) => \
+    jnp.where(jnp.abs({weight}) < 0.5, {input} + {weight} * ({end} - {input}), {end} - ({end} - {input}) * (1 - \
+    {weight}))
 logit(input) => jnp.log({input} / (1 - {input}))
 masked_fill(input, mask, value) => jnp.where({mask}, {value}, {input})
-mul multiply(input, other) => {input} * {other}
-nan_to_num(input, nan=0.0, posinf=None, neginf=None) => jnp.nan_to_num({input}[[, nan={nan}]][[, \
-    posinf={posinf}]][[, neginf={neginf}]])
-ne not_equal(input, other) => {input} != {other}
+nan_to_num(input, nan=0.0, posinf=None, neginf=None) => jnp.nan_to_num({input}, nan={nan?}, posinf={posinf?}, \
+    neginf={neginf?})
 neg negative(input) => -{input}
 polygamma(n, input) => jax.scipy.special.polygamma({n}, {input})
-psi(input) => lax.digamma({input})
 polar(abs, angle) => lax.complex({abs} * jnp.cos({angle}), {abs} * jnp.sin({angle}))
 positive(input) => {input}
 pow(input, exponent) => {input} ** {exponent} => power({input}, {exponent})
-real(input) => {input}.real
 reciprocal(input) => 1 / {input}
-remainder(input, other) => {input} % {other}
 round(input, *, decimals: int) => jnp.round({input}, {decimals})
 rsub(input, other) => {other} - {input}
-sgn(input) => jnp.sign({input})
-sigmoid(input) => jax.nn.sigmoid({input})
+expit sigmoid(input) => jax.nn.sigmoid({input})
 sign(input) => jnp.sign({input}) => jnp.where(jnp.isnan({input}), 0, jnp.sign({input}))
-sub subtract(input, other) => {input} - {other}
-sub(input, alpha: number, other: Tensor) => {input} - {alpha} * {other}
-sub(input, other, *, alpha) => {input} - {alpha} * {other}
 where(condition, input, other) => jnp.where({condition}, {input}, {other})
 where[method](input, condition, other) => jnp.where({condition}, {input}, {other})
 xlogy(input, other) => {input} * jnp.log({other}) => jax.scipy.special.xlogy({input}, {other})
-expit(input) => jax.nn.sigmoid({input})
-gammaln(input) => lax.lgamma({input})
 """
 
 # torch 2.15 changed the derivative of `clamp` at its bounds.
 CLAMPS = """
 clamp clip(input, min: number, max: number) => jnp.clip({input}, {min}, {max}) => CLAMP({input}, {min}, {max})
-clamp clip(input, min=None, max=None) => jnp.clip({input}[[, min={min}]][[, max={max}]]) => \
-    CLAMP({input}[[, low={min}]][[, high={max}]])
+clamp clip(input, min=None, max=None) => jnp.clip({input}, min={min?}, max={max?}) => \
+    CLAMP({input}, low={min?}, high={max?})
 clamp_min(input, min) => jnp.maximum({input}, {min}) => CLAMP({input}, low={min})
 clamp_max(input, max) => jnp.minimum({input}, {max}) => CLAMP({input}, high={max})
 """.replace("CLAMP", "clamp_to_bounds" if CLAMP_SPLITS_TIES else "clamp_to_input")
 
 ACTIVATIONS = """
-celu(input, alpha=1.0) => jax.nn.celu({input}[[, {alpha}]])
-elu(input, alpha=1.0) => jax.nn.elu({input}[[, {alpha}]]) => elu({input}[[, {alpha}]])
+celu(input, alpha=1.0) => jax.nn.celu({input}, {alpha?})
+elu(input, alpha=1.0) => jax.nn.elu({input}, {alpha?}) => elu({input}, {alpha?})
 gelu(input, approximate: "tanh") => jax.nn.gelu({input})
 gelu(input, approximate: "none") => jax.nn.gelu({input}, approximate=False)
 gelu(input) => jax.nn.gelu({input}, approximate=False)
-glu(input, dim=-1) => jax.nn.glu({input}[[, {dim}]])
-hardshrink(input, lambd=0.5) => hardshrink({input}[[, {lambd}]])
-hardsigmoid(input) => jax.nn.hard_sigmoid({input}) => hardsigmoid({input})
-hardswish(input) => jax.nn.hard_swish({input}) => hardswish({input})
-hardtanh(input, min_val=-1.0, max_val=1.0) => jnp.clip({input}, {min_val:-1.0}, {max_val:1.0}) => hardtanh({input}, \
-    {min_val:-1.0}, {max_val:1.0})
-leaky_relu(input, negative_slope=0.01) => jax.nn.leaky_relu({input}[[, {negative_slope}]]) => leaky_relu({input}[[, \
-    {negative_slope}]])
+glu(input, dim=-1) => jax.nn.glu({input}, {dim?})
+hardshrink(input, lambd=0.5) => jnp.where(({input} >= -{lambd:0.5}) & ({input} <= {lambd:0.5}), 0, {input})
+hardsigmoid(input) => jax.nn.hard_sigmoid({input}) => jnp.where({input} <= -3, 0, jnp.where({input} >= 3, 1, {input} \
+    / 6 + 0.5))
+hardswish(input) => jax.nn.hard_swish({input}) => jnp.where({input} <= -3, 0, jnp.where({input} >= 3, {input}, \
+    {input} * ({input} + 3) / 6))
+hardtanh(input, min_val=-1.0, max_val=1.0) => jnp.clip({input}, {min_val:-1.0}, {max_val:1.0}) => \
+    jnp.where({input} <= {min_val:-1.0}, {min_val:-1.0}, jnp.where({input} >= {max_val:1.0}, {max_val:1.0}, {input}))
+leaky_relu(input, negative_slope=0.01) => jax.nn.leaky_relu({input}, {negative_slope?}) => \
+    jnp.where({input} > 0, {input}, {input} * {negative_slope:0.01})
 log_softmax softmax(input, dim: int, *, dtype) => jax.nn.NAME({input}.astype({dtype}), axis={dim})
 log_softmax softmax(input, dim: int, _stacklevel=3) => jax.nn.NAME({input}, axis={dim})
 log_sigmoid mish silu(input) => jax.nn.NAME({input})
 prelu(input, weight) => jnp.where({input} > 0, {input}, {weight} * {input})
 relu(input) => jax.nn.relu({input}) => jnp.where({input} <= 0, 0, {input})
-relu6(input) => jnp.clip({input}, 0, 6) => hardtanh({input}, 0, 6)
+relu6(input) => jnp.clip({input}, 0, 6) => jnp.where({input} <= 0, 0, jnp.where({input} >= 6, 6, {input}))
 _log_softmax_backward_data(grad_output, output, dim, input_dtype) => {grad_output} - jnp.exp({output}) * \
     {grad_output}.sum(axis={dim}, keepdims=True)
 _softmax_backward_data(grad_output, output, dim, input_dtype) => {output} * ({grad_output} - ({grad_output} * \
@@ -145,104 +117,91 @@ _softmax_backward_data(grad_output, output, dim, input_dtype) => {output} * ({gr
 selu(input) => jax.nn.selu({input}) => 1.0507009873554805 * elu({input}, 1.6732632423543772)
 softmin(input, dim: int) => jax.nn.softmax(-{input}, axis={dim})
 softplus(input) => jax.nn.softplus({input}) => softplus({input})
-softplus(input, beta=1.0, threshold=20.0) => softplus({input}[[, beta={beta}]][[, threshold={threshold}]])
-softshrink(input, lambd=0.5) => softshrink({input}[[, {lambd}]])
+softplus(input, beta=1.0, threshold=20.0) => softplus({input}, beta={beta?}, threshold={threshold?})
+softshrink(input, lambd=0.5) => jnp.where({input} > {lambd:0.5}, {input} - {lambd:0.5}, jnp.where({input} < \
+    -{lambd:0.5}, {input} + {lambd:0.5}, {input} * 0))
 softsign(input) => jax.nn.soft_sign({input})
 tanhshrink(input) => {input} - jnp.tanh({input})
-threshold(input, threshold, value) => jnp.where({input} > {threshold}, {input}, {value}) => jnp.where({input} <= \
-    {threshold}, {value}, {input})
+threshold(input, threshold, value) => jnp.where({input} > {threshold}, {input}, {value}) => \
+    jnp.where({input} <= {threshold}, {value}, {input})
 dropout(input, p=0.5, training: False = True) => {input}
 """
 
 REDUCTIONS = """
-all(input, dim=None, keepdim=False) => {input}.all([[axis={dim}]][[, keepdims={keepdim}]]) => jnp.all({input}[[, \
-    axis={dim}]][[, keepdims={keepdim}]])
-aminmax(input, *, dim=None, keepdim=False) => ({input}.min([[axis={dim}]][[, keepdims={keepdim}]]), \
-    {input}.max([[axis={dim}]][[, keepdims={keepdim}]]))
-allclose(input, other, rtol=1e-05, atol=1e-08, equal_nan=False) => jnp.allclose({input}, {other}[[, \
-    rtol={rtol}]][[, atol={atol}]][[, equal_nan={equal_nan}]])
-amax(input, dim=None, keepdim=False) => {input}.max([[axis={dim}]][[, keepdims={keepdim}]])
-amin(input, dim=None, keepdim=False) => {input}.min([[axis={dim}]][[, keepdims={keepdim}]])
-any(input, dim=None, keepdim=False) => {input}.any([[axis={dim}]][[, keepdims={keepdim}]])
-argmax(input, dim=None, keepdim=False) => {input}.argmax([[axis={dim}]][[, keepdims={keepdim}]])
-argmin(input, dim=None, keepdim=False) => {input}.argmin([[axis={dim}]][[, keepdims={keepdim}]])
-argsort(input, dim=-1, descending=False) => jnp.argsort({input}[[, axis={dim}]][[, descending={descending}]])
-argsort(input, *, stable, dim=-1, descending=False) => jnp.argsort({input}[[, axis={dim}]][[, \
-    descending={descending}]])
-count_nonzero(input, dim=None) => jnp.count_nonzero({input}[[, axis={dim}]])
+all(input, dim=None, keepdim=False) => {input}.all(axis={dim?}, keepdims={keepdim?}) => \
+    jnp.all({input}, axis={dim?}, keepdims={keepdim?})
+aminmax(input, *, dim=None, keepdim=False) => ({input}.min(axis={dim?}, keepdims={keepdim?}), \
+    {input}.max(axis={dim?}, keepdims={keepdim?}))
+allclose(input, other, rtol=1e-05, atol=1e-08, equal_nan=False) => \
+    jnp.allclose({input}, {other}, rtol={rtol?}, atol={atol?}, equal_nan={equal_nan?})
+amax:max amin:min any argmax argmin(input, dim=None, keepdim=False) => {input}.NAME(axis={dim?}, keepdims={keepdim?})
+argsort(input, dim=-1, descending=False) => jnp.argsort({input}, axis={dim?}, descending={descending?})
+argsort(input, *, stable, dim=-1, descending=False) => jnp.argsort({input}, axis={dim?}, descending={descending?})
+count_nonzero(input, dim=None) => jnp.count_nonzero({input}, axis={dim?})
 cumprod(input, dim: int) => jnp.cumprod({input}, axis={dim})
-cumsum(input, dim: int, *, dtype=None) => jnp.cumsum({input}, axis={dim}[[, dtype={dtype}]])
-dist(input, other, p=2) => vector_norm({input} - {other}[[, {p}]])
+cumsum(input, dim: int, *, dtype=None) => jnp.cumsum({input}, axis={dim}, dtype={dtype?})
+dist(input, other, p=2) => vector_norm({input} - {other}, {p?})
 cummax cummin(input, dim: int) => (lax.NAME({input}, axis={dim}), None)
-kthvalue(input, k: int, dim: int = -1, keepdim=False) => kth_and_index({input}, {k}, {dim:-1}[[, {keepdim}]])
+kthvalue(input, k: int, dim: int = -1, keepdim=False) => with_index({input}, lax.index_in_dim(jnp.argsort({input}, \
+    {dim:-1}), {k} - 1, {dim:-1}), {dim:-1}, {keepdim?})
 msort(input) => jnp.sort({input}, axis=0)
-nanmean(input, dim=None, keepdim=False) => jnp.nanmean({input}[[, axis={dim}]][[, keepdims={keepdim}]])
-quantile(input, q, dim: ints = None, keepdim=False) => jnp.quantile({input}, {q}[[, axis={dim}]][[, \
-    keepdims={keepdim}]])
-trapezoid trapz(y, x: Tensor, *, dim=-1) => jnp.trapezoid({y}, {x}[[, axis={dim}]])
-trapezoid trapz(y, *, dx=1, dim=-1) => jnp.trapezoid({y}[[, dx={dx}]][[, axis={dim}]])
-linalg_norm(A, ord: None = None, dim: None = None, keepdim=False) => jnp.linalg.norm({A}[[, keepdims={keepdim}]]) => \
-    vector_norm({A}[[, keepdims={keepdim}]])
-linalg_norm(A, ord=None, *, dim: int, keepdim=False) => jnp.linalg.norm({A}[[, {ord}]], axis={dim}[[, \
-    keepdims={keepdim}]]) => vector_norm({A}[[, {ord}]], axis={dim}[[, keepdims={keepdim}]])
-linalg_vector_norm(x, ord=2, dim=None, keepdim=False) => vector_norm({x}[[, {ord}]][[, axis={dim}]][[, \
-    keepdims={keepdim}]])
+nanmean nansum(input, dim=None, keepdim=False) => jnp.NAME({input}, axis={dim?}, keepdims={keepdim?})
+quantile(input, q, dim: ints = None, keepdim=False) => jnp.quantile({input}, {q}, axis={dim?}, keepdims={keepdim?})
+trapezoid trapz(y, x: Tensor, *, dim=-1) => jnp.trapezoid({y}, {x}, axis={dim?})
+trapezoid trapz(y, *, dx=1, dim=-1) => jnp.trapezoid({y}, dx={dx?}, axis={dim?})
+linalg_norm(A, ord: None = None, dim: None = None, keepdim=False) => jnp.linalg.norm({A}, keepdims={keepdim?}) => \
+    vector_norm({A}, keepdims={keepdim?})
+linalg_norm(A, ord=None, *, dim: int, keepdim=False) => jnp.linalg.norm({A}, {ord?}, axis={dim}, keepdims={keepdim?}) \
+    => vector_norm({A}, {ord?}, axis={dim}, keepdims={keepdim?})
+linalg_vector_norm(x, ord=2, dim=None, keepdim=False) => vector_norm({x}, {ord?}, axis={dim?}, keepdims={keepdim?})
 logcumsumexp(input, dim: int) => lax.cumlogsumexp({input}, axis={dim})
-logsumexp(input, dim, keepdim=False) => jax.nn.logsumexp({input}, axis={dim}[[, keepdims={keepdim}]])
-max(input) => {input}.max()
-max(input, other: Tensor) => jnp.maximum({input}, {other})
-max(input, dim: int, keepdim=False) => ({input}.max(axis={dim}[[, keepdims={keepdim}]]), \
-    {input}.argmax(axis={dim}[[, keepdims={keepdim}]])) => max_and_index({input}, {dim}[[, {keepdim}]])
-mean(input, dim=None, keepdim=False, *, dtype=None) => {input}.mean([[axis={dim}]][[, dtype={dtype}]][[, \
-    keepdims={keepdim}]])
+logsumexp(input, dim, keepdim=False) => jax.nn.logsumexp({input}, axis={dim}, keepdims={keepdim?})
+max min(input) => {input}.NAME()
+max:maximum min:minimum(input, other: Tensor) => jnp.NAME({input}, {other})
+max min(input, dim: int, keepdim=False) => ({input}.NAME(axis={dim}, keepdims={keepdim?}), \
+    {input}.argNAME(axis={dim}, keepdims={keepdim?})) => with_index({input}, jnp.argNAME({input}, {dim}, \
+    keepdims=True), {dim}, {keepdim?})
+mean prod sum(input, dim=None, keepdim=False, *, dtype=None) => {input}.NAME(axis={dim?}, dtype={dtype?}, \
+    keepdims={keepdim?})
 median(input) => median({input}.reshape(-1), 0)[0]
-median(input, dim: int, keepdim=False) => median({input}, {dim}[[, {keepdim}]])
-min(input) => {input}.min()
-min(input, other: Tensor) => jnp.minimum({input}, {other})
-min(input, dim: int, keepdim=False) => ({input}.min(axis={dim}[[, keepdims={keepdim}]]), \
-    {input}.argmin(axis={dim}[[, keepdims={keepdim}]])) => min_and_index({input}, {dim}[[, {keepdim}]])
-nansum(input, dim=None, keepdim=False) => jnp.nansum({input}[[, axis={dim}]][[, keepdims={keepdim}]])
+median(input, dim: int, keepdim=False) => median({input}, {dim}, {keepdim?})
 norm(input) => jnp.linalg.norm({input}) => vector_norm({input})
-norm(input, p: number, dim: int, keepdim=False) => jnp.linalg.norm({input}, {p}, axis={dim}[[, \
-    keepdims={keepdim}]]) => vector_norm({input}, {p}, axis={dim}[[, keepdims={keepdim}]])
-norm(input, *, dim: int, keepdim=False) => jnp.linalg.norm({input}, axis={dim}[[, keepdims={keepdim}]]) => \
-    vector_norm({input}, axis={dim}[[, keepdims={keepdim}]])
-norm(input, p: number = 2, dim=None, keepdim=False) => vector_norm({input}[[, {p}]][[, axis={dim}]][[, \
-    keepdims={keepdim}]])
-norm(input, p: "fro", dim=None, keepdim=False) => vector_norm({input}, 2[[, axis={dim}]][[, keepdims={keepdim}]])
-normalize(input, p=2.0, dim=1, eps=1e-12) => normalize({input}[[, {p}]][[, axis={dim}]][[, eps={eps}]])
-prod(input, dim=None, keepdim=False, *, dtype=None) => {input}.prod([[axis={dim}]][[, dtype={dtype}]][[, \
-    keepdims={keepdim}]])
-sort(input, dim: int = -1, *, descending: False = False) => (jnp.sort({input}[[, axis={dim}]]), \
-    jnp.argsort({input}[[, axis={dim}]])) => sorted_and_index({input}[[, {dim}]])
-sort(input, dim: int = -1, descending=False, stable=False) => (jnp.sort({input}[[, axis={dim}]], \
-    descending={descending:False}), jnp.argsort({input}[[, axis={dim}]], descending={descending:False})) => \
-    sorted_and_index({input}, {dim:-1}, {descending:False})
+norm(input, p: number, dim: int, keepdim=False) => jnp.linalg.norm({input}, {p}, axis={dim}, keepdims={keepdim?}) => \
+    vector_norm({input}, {p}, axis={dim}, keepdims={keepdim?})
+norm(input, *, dim: int, keepdim=False) => jnp.linalg.norm({input}, axis={dim}, keepdims={keepdim?}) => \
+    vector_norm({input}, axis={dim}, keepdims={keepdim?})
+norm(input, p: number = 2, dim=None, keepdim=False) => vector_norm({input}, {p?}, axis={dim?}, keepdims={keepdim?})
+norm(input, p: "fro", dim=None, keepdim=False) => vector_norm({input}, 2, axis={dim?}, keepdims={keepdim?})
+normalize(input, p=2.0, dim=1, eps=1e-12) => {input} / jnp.maximum(vector_norm({input}, {p?}, axis={dim:1}, \
+    keepdims=True), {eps:1e-12})
+sort(input, dim: int = -1, *, descending: False = False) => (jnp.sort({input}, axis={dim?}), jnp.argsort({input}, \
+    axis={dim?})) => with_index({input}, jnp.argsort({input}, axis={dim?}), {dim:-1}, True)
+sort(input, dim: int = -1, descending=False, stable=False) => (jnp.sort({input}, axis={dim?}, \
+    descending={descending:False}), jnp.argsort({input}, axis={dim?}, descending={descending:False})) => \
+    with_index({input}, jnp.argsort({input}, axis={dim?}, descending={descending:False}), {dim:-1}, True)
 std(input, unbiased: bool) => {input}.std(ddof=int({unbiased})) => standard_deviation({input}, ddof=int({unbiased}))
-std(input, dim: ints = None, *, unbiased: False, keepdim=False) => {input}.std([[axis={dim}]][[, \
-    keepdims={keepdim}]]) => standard_deviation({input}[[, {dim}]], ddof=0[[, keepdims={keepdim}]])
-std(input, dim: ints = None, unbiased: bool = True, keepdim=False) => {input}.std([[axis={dim}]], \
-    ddof=int({unbiased:True})[[, keepdims={keepdim}]]) => standard_deviation({input}[[, {dim}]], \
-    ddof=int({unbiased:True})[[, keepdims={keepdim}]])
-std(input, dim=None, *, correction, keepdim=False) => {input}.std([[axis={dim}]], ddof={correction}[[, \
-    keepdims={keepdim}]]) => standard_deviation({input}[[, {dim}]], ddof={correction}[[, keepdims={keepdim}]])
-sum(input, dim=None, keepdim=False, *, dtype=None) => {input}.sum([[axis={dim}]][[, dtype={dtype}]][[, \
-    keepdims={keepdim}]])
+std(input, dim: ints = None, *, unbiased: False, keepdim=False) => \
+    {input}.std(axis={dim?}, keepdims={keepdim?}) => standard_deviation({input}, {dim?}, ddof=0, keepdims={keepdim?})
+std(input, dim: ints = None, unbiased: bool = True, keepdim=False) => \
+    {input}.std(axis={dim?}, ddof=int({unbiased:True}), keepdims={keepdim?}) => \
+    standard_deviation({input}, {dim?}, ddof=int({unbiased:True}), keepdims={keepdim?})
+std(input, dim=None, *, correction, keepdim=False) => {input}.std(axis={dim?}, ddof={correction}, \
+    keepdims={keepdim?}) => standard_deviation({input}, {dim?}, ddof={correction}, keepdims={keepdim?})
 topk(input, k: int) => lax.top_k({input}, {k})
-topk(input, k: int, dim: int = -1, largest: bool = True, sorted=True) => top_k({input}, {k}[[, {dim}]][[, \
-    largest={largest}]])
+topk(input, k: int, dim: int = -1, largest: bool = True, sorted=True) => \
+    with_index({input}, lax.slice_in_dim(jnp.argsort({input}, {dim:-1}, descending={largest:True}), 0, {k}, \
+    axis={dim:-1}), {dim:-1}, True)
 std_mean(input, dim: ints, unbiased: bool = True, keepdim=False) => \
-    ({input}.std(axis={dim}, ddof=int({unbiased:True})[[, keepdims={keepdim}]]), \
-    {input}.mean(axis={dim}[[, keepdims={keepdim}]]))
+    ({input}.std(axis={dim}, ddof=int({unbiased:True}), keepdims={keepdim?}), {input}.mean(axis={dim}, \
+    keepdims={keepdim?}))
 var_mean(input, dim: ints, unbiased: bool = True, keepdim=False) => \
-    ({input}.var(axis={dim}, ddof=int({unbiased:True})[[, keepdims={keepdim}]]), \
-    {input}.mean(axis={dim}[[, keepdims={keepdim}]]))
+    ({input}.var(axis={dim}, ddof=int({unbiased:True}), keepdims={keepdim?}), {input}.mean(axis={dim}, \
+    keepdims={keepdim?}))
 var(input, unbiased: bool) => {input}.var(ddof=int({unbiased}))
-var(input, dim: ints = None, *, unbiased: False, keepdim=False) => {input}.var([[axis={dim}]][[, keepdims={keepdim}]])
-var(input, dim: ints = None, unbiased: bool = True, keepdim=False) => {input}.var([[axis={dim}]], \
-    ddof=int({unbiased:True})[[, keepdims={keepdim}]])
-var(input, dim=None, *, correction, keepdim=False) => {input}.var([[axis={dim}]], ddof={correction}[[, \
-    keepdims={keepdim}]])
+var(input, dim: ints = None, *, unbiased: False, keepdim=False) => {input}.var(axis={dim?}, keepdims={keepdim?})
+var(input, dim: ints = None, unbiased: bool = True, keepdim=False) => \
+    {input}.var(axis={dim?}, ddof=int({unbiased:True}), keepdims={keepdim?})
+var(input, dim=None, *, correction, keepdim=False) => {input}.var(axis={dim?}, ddof={correction}, keepdims={keepdim?})
 """
 
 SHAPES = """
@@ -250,50 +209,48 @@ atleast_1d atleast_2d(input: Tensor) => jnp.NAME({input})
 broadcast_to(input, size) => jnp.broadcast_to({input}, {size})
 block_diag(*tensors) => jax.scipy.linalg.block_diag({tensors_args})
 broadcast_tensors(*tensors) => jnp.broadcast_arrays({tensors_args})
-cat concat(tensors, dim=0) => jnp.concatenate({tensors}[[, axis={dim}]])
-concatenate stack(tensors, dim=0) => jnp.NAME({tensors}[[, axis={dim}]])
-channel_shuffle(input, groups) => channel_shuffle({input}, {groups})
-chunk(input, chunks, dim=0) => jnp.split({input}, {chunks}[[, axis={dim}]]) => split({input}, \
-    -(-{input}.shape[{dim:0}] // {chunks})[[, {dim}]])
-diag tril triu(input, diagonal=0) => jnp.NAME({input}[[, {diagonal}]])
-diag_embed(input) => {input}[..., None] * jnp.eye({input}.shape[-1], dtype={input}.dtype) => diagonal_matrix({input})
-diff(input, n=1, dim=-1) => jnp.diff({input}[[, {n}]][[, axis={dim}]])
-diagonal(input, offset=0, dim1=0, dim2=1) => jnp.diagonal({input}[[, {offset}]][[, axis1={dim1}]][[, axis2={dim2}]])
+cat:concatenate concat:concatenate concatenate stack(tensors, dim=0) => jnp.NAME({tensors}, axis={dim?})
+channel_shuffle(input, groups) => {input}.reshape({input}.shape[0], {groups}, -1, *{input}.shape[2:]).swapaxes(1, \
+    2).reshape({input}.shape)
+chunk(input, chunks, dim=0) => jnp.split({input}, {chunks}, axis={dim?}) => \
+    split({input}, -(-{input}.shape[{dim:0}] // {chunks}), {dim?})
+diag tril triu(input, diagonal=0) => jnp.NAME({input}, {diagonal?})
+diag_embed(input) => jnp.where(jnp.eye({input}.shape[-1], dtype=bool), {input}[..., None], 0)
+diff(input, n=1, dim=-1) => jnp.diff({input}, {n?}, axis={dim?})
+diagonal(input, offset=0, dim1=0, dim2=1) => jnp.diagonal({input}, {offset?}, axis1={dim1?}, axis2={dim2?})
+expand(input, *size) => jnp.broadcast_to({input}, {size})
+expand(input, *size) => expand({input}, {size})
 expand_as(input, other) => jnp.broadcast_to({input}, {other}.shape)
 flatten ravel(input) => {input}.reshape(-1)
 flatten(input, start_dim: int = 0, end_dim: -1 = -1) => {input}.reshape(*{input}.shape[:{start_dim}], -1)
 flatten(input, start_dim: int = 0, end_dim: int = -1) => flatten({input}, {start_dim:0}, {end_dim:-1})
 flip tile(input, *dims) => jnp.NAME({input}, {dims})
-fliplr flipud sum_to_size(input, *size) => sum_to_shape({input}, {size})
-squeeze(input) => jnp.NAME({input})
+fliplr flipud squeeze(input) => jnp.NAME({input})
+sum_to_size(input, *size) => sum_to_shape({input}, {size})
 column_stack dstack hstack vstack(tensors) => jnp.NAME({tensors})
 kron(input, other) => jnp.kron({input}, {other})
 meshgrid(*tensors, indexing: str = "ij") => jnp.meshgrid({tensors_args}, indexing={indexing:"ij"})
-moveaxis(input, source, destination) => jnp.moveaxis({input}, {source}, {destination})
-movedim(input, source, destination) => jnp.moveaxis({input}, {source}, {destination})
+moveaxis movedim(input, source, destination) => jnp.moveaxis({input}, {source}, {destination})
 narrow(input, dim: int, start, length) => lax.dynamic_slice_in_dim({input}, {start}, {length}, {dim})
 pixel_shuffle(input, upscale_factor) => pixel_shuffle({input}, {upscale_factor})
 pixel_unshuffle(input, downscale_factor) => pixel_unshuffle({input}, {downscale_factor})
 permute(input, *dims) => {input}.transpose({dims_args})
 repeat(input, *repeats) => jnp.tile({input}, {repeats})
-repeat_interleave(input, repeats: int, dim=None) => jnp.repeat({input}, {repeats}[[, axis={dim}]])
+repeat_interleave(input, repeats: int, dim=None) => jnp.repeat({input}, {repeats}, axis={dim?})
 reshape(input, *shape) => {input}.reshape({shape_args})
 reshape_as view_as(input, other) => {input}.reshape({other}.shape)
-roll(input, shifts, dims=None) => jnp.roll({input}, {shifts}[[, {dims}]])
-rot90(input, k=1, dims=(0, 1)) => jnp.rot90({input}[[, {k}]][[, axes={dims}]])
+roll(input, shifts, dims=None) => jnp.roll({input}, {shifts}, {dims?})
+rot90(input, k=1, dims=(0, 1)) => jnp.rot90({input}, {k?}, axes={dims?})
 select_scatter(input, src, dim: int, index) => at_index({input}, {dim}, {index}).set({src})
 select(input, dim: int, index) => lax.index_in_dim({input}, {index}, {dim}, keepdims=False)
-split(tensor, split_size_or_sections: int, dim=0) => split({tensor}, {split_size_or_sections}[[, {dim}]])
-split(tensor, split_size_or_sections: ints, dim=0) => jnp.split({tensor}, \
-    np.cumsum({split_size_or_sections})[:-1][[, axis={dim}]])
-split_with_sizes(tensor, split_size_or_sections: ints, dim=0) => jnp.split({tensor}, \
-    np.cumsum({split_size_or_sections})[:-1][[, axis={dim}]])
-tensor_split(input, indices_or_sections, dim=0) => jnp.array_split({input}, {indices_or_sections}[[, axis={dim}]])
+split(tensor, split_size_or_sections: int, dim=0) => split({tensor}, {split_size_or_sections}, {dim?})
+split split_with_sizes(tensor, split_size_or_sections: ints, dim=0) => \
+    jnp.split({tensor}, np.cumsum({split_size_or_sections})[:-1], axis={dim?})
+tensor_split(input, indices_or_sections, dim=0) => jnp.array_split({input}, {indices_or_sections}, axis={dim?})
 squeeze(input, dim: ints) => squeeze({input}, {dim})
-swapaxes(input, axis0, axis1) => {input}.swapaxes({axis0}, {axis1})
-swapdims transpose(input, dim0, dim1) => {input}.swapaxes({dim0}, {dim1})
+swapaxes swapdims transpose(input, dim0, dim1) => {input}.swapaxes({dim0}, {dim1})
 t(input) => {input}.T
-unbind(input, dim=0) => jnp.unstack({input}[[, axis={dim}]])
+unbind(input, dim=0) => jnp.unstack({input}, axis={dim?})
 unflatten(input, dim: int, sizes) => unflatten({input}, {dim}, {sizes})
 unfold[method](input, dimension: int, size: int, step: int) => windows({input}, {dimension}, {size}, {step})
 unsqueeze(input, dim: int) => jnp.expand_dims({input}, {dim})
@@ -303,12 +260,12 @@ view_as_real(input) => jnp.stack([{input}.real, {input}.imag], axis=-1)
 """
 
 INDEXING = """
-bincount(input, weights=None, *, minlength: int) => jnp.bincount({input}[[, {weights}]], length={minlength})
+bincount(input, weights=None, *, minlength: int) => jnp.bincount({input}, {weights?}, length={minlength})
 bucketize(input, boundaries, *, right: bool = False) => jnp.searchsorted({boundaries}, {input}, side="right" if \
     {right:False} else "left")
 embedding(input, weight) => {weight}[{input}]
-gather(input, dim, index) => jnp.take_along_axis({input}, {index}, axis={dim}) => at_along({input}, {dim}, \
-    {index}).get()
+gather(input, dim, index) => jnp.take_along_axis({input}, {index}, axis={dim}) => \
+    at_along({input}, {dim}, {index}).get()
 index_add(input, dim: int, index, source) => at_index({input}, {dim}, {index}).add({source})
 index_add(input, dim: int, index, source, *, alpha) => at_index({input}, {dim}, {index}).add({alpha} * {source})
 index_copy(input, dim: int, index, source) => at_index({input}, {dim}, {index}).set({source})
@@ -317,17 +274,17 @@ index_put(input, indices, values, accumulate: True) => {input}.at[tuple({indices
 index_put(input, indices, values, accumulate: False = False) => {input}.at[tuple({indices})].set({values})
 index_select(input, dim: int, index) => jnp.take({input}, {index}, axis={dim})
 one_hot(tensor, num_classes: int) => jax.nn.one_hot({tensor}, {num_classes}, dtype=int)
-scatter(input, dim: int, index, src: Tensor) => at_along({input}, {dim}, {index}).set({src}) => at_along({input}, \
-    {dim}, {index}).set(leading({src}, {index}))
+scatter(input, dim: int, index, src: Tensor) => at_along({input}, {dim}, {index}).set({src}) => \
+    at_along({input}, {dim}, {index}).set({src}[tuple(map(slice, {index}.shape))])
 scatter(input, dim: int, index, value: number) => at_along({input}, {dim}, {index}).set({value})
-scatter_add(input, dim: int, index, src) => at_along({input}, {dim}, {index}).add({src}) => at_along({input}, \
-    {dim}, {index}).add(leading({src}, {index}))
-scatter_reduce(input, dim: int, index, src, reduce: "sum", *, include_self: True = True) => at_along({input}, \
-    {dim}, {index}).add(leading({src}, {index}))
-scatter_reduce(input, dim: int, index, src, reduce: "amax", *, include_self: True = True) => at_along({input}, \
-    {dim}, {index}).max(leading({src}, {index}))
-scatter_reduce(input, dim: int, index, src, reduce: "amin", *, include_self: True = True) => at_along({input}, \
-    {dim}, {index}).min(leading({src}, {index}))
+scatter_add(input, dim: int, index, src) => at_along({input}, {dim}, {index}).add({src}) => \
+    at_along({input}, {dim}, {index}).add({src}[tuple(map(slice, {index}.shape))])
+scatter_reduce(input, dim: int, index, src, reduce: "sum", *, include_self: True = True) => \
+    at_along({input}, {dim}, {index}).add({src}[tuple(map(slice, {index}.shape))])
+scatter_reduce(input, dim: int, index, src, reduce: "amax", *, include_self: True = True) => \
+    at_along({input}, {dim}, {index}).max({src}[tuple(map(slice, {index}.shape))])
+scatter_reduce(input, dim: int, index, src, reduce: "amin", *, include_self: True = True) => \
+    at_along({input}, {dim}, {index}).min({src}[tuple(map(slice, {index}.shape))])
 searchsorted(sorted_sequence, input, *, right: bool = False) => jnp.searchsorted({sorted_sequence}, {input}, \
     side="right" if {right:False} else "left")
 take(input, index) => {input}.reshape(-1)[{index}]
@@ -342,19 +299,17 @@ addmv(input, mat, vec, *, beta=1, alpha=1) => {beta:1} * {input} + {alpha:1} * (
 addr(input, vec1, vec2, *, beta=1, alpha=1) => {beta:1} * {input} + {alpha:1} * jnp.outer({vec1}, {vec2})
 baddbmm(input, batch1: Tensor, batch2: Tensor) => {input} + {batch1} @ {batch2}
 baddbmm(input, batch1, batch2, *, beta=1, alpha=1) => {beta:1} * {input} + {alpha:1} * ({batch1} @ {batch2})
-bmm mm(input, mat2) => {input} @ {mat2}
+bmm linalg_matmul matmul mm(input, other) => {input} @ {other}
 cdist(x1, x2, p=2.0) => vector_norm({x1}[..., :, None, :] - {x2}[..., None, :, :], {p:2.0}, axis=-1)
-cholesky(input) => jnp.linalg.cholesky({input}) => lax.linalg.cholesky(hermitian({input}), symmetrize_input=False)
 cholesky_inverse(L) => jax.scipy.linalg.cho_solve(({L}, True), jnp.eye({L}.shape[-1], dtype={L}.dtype))
 cholesky_solve(B, L) => jax.scipy.linalg.cho_solve(({L}, True), {B})
-det slogdet(input) => jnp.linalg.NAME({input})
+det inverse:inv linalg_det linalg_inv linalg_pinv linalg_qr linalg_slogdet pinverse:pinv qr slogdet(A) => \
+    jnp.linalg.NAME({A})
 cross(input, other, dim: int) => jnp.cross({input}, {other}, axis={dim})
 dot(input, tensor) => {input} @ {tensor}
 einsum(equation, *operands) => jnp.einsum({equation}, {operands_args})
-ger(input, vec2) => jnp.outer({input}, {vec2})
-inner vdot(input, other) => jnp.NAME({input}, {other})
-inverse(input) => jnp.linalg.inv({input})
-linalg_cholesky(A) => jnp.linalg.cholesky({A}) => lax.linalg.cholesky(hermitian({A}), symmetrize_input=False)
+ger:outer inner vdot(input, other) => jnp.NAME({input}, {other})
+cholesky linalg_cholesky(A) => jnp.linalg.cholesky({A}) => lax.linalg.cholesky(hermitian({A}), symmetrize_input=False)
 linalg_eigh(A) => jnp.linalg.eigh({A}) => jnp.linalg.eigh(hermitian({A}), symmetrize_input=False)
 linalg_eigvalsh(A) => jnp.linalg.eigvalsh({A}) => jnp.linalg.eigvalsh(hermitian({A}))
 linalg_matrix_norm(A, ord="fro") => jnp.linalg.norm({A}, {ord:"fro"}, axis=(-2, -1))
@@ -362,31 +317,26 @@ linalg_matrix_power matrix_power(A, n) => jnp.linalg.matrix_power({A}, {n})
 linalg_multi_dot(tensors) => jnp.linalg.multi_dot({tensors})
 linalg_svdvals(A) => jnp.linalg.svd({A}, compute_uv=False)
 linalg_vecdot(x, y, *, dim=-1) => ({x}.conj() * {y}).sum(axis={dim:-1})
-pinverse(input) => jnp.linalg.pinv({input})
-linalg_det linalg_inv linalg_pinv linalg_qr linalg_slogdet qr(A) => jnp.linalg.NAME({A})
 linalg_cross(input, other, *, dim=-1) => jnp.cross({input}, {other}, axis={dim:-1})
-linalg_matmul matmul(input, other) => {input} @ {other}
 linalg_matrix_exp(A) => jax.scipy.linalg.expm({A})
 linalg_solve(A, B) => jnp.linalg.solve({A}, {B})
 linalg_solve_triangular(A, B, *, upper: bool) => jax.scipy.linalg.solve_triangular({A}, {B}, lower=not {upper})
 svd(input, some: True = True, compute_uv: True = True) => svd({input})
-linalg_svd(A, full_matrices=True) => jnp.linalg.svd({A}[[, full_matrices={full_matrices}]])
+linalg_svd(A, full_matrices=True) => jnp.linalg.svd({A}, full_matrices={full_matrices?})
 linear(input, weight, bias: Tensor) => {input} @ {weight}.T + {bias}
 linear(input, weight) => {input} @ {weight}.T
-linear(input, weight, bias=None) => linear({input}, {weight}, {bias})
+linear(input, weight, bias) => {input} @ {weight}.T if {bias} is None else {input} @ {weight}.T + {bias}
 logdet(input) => jnp.linalg.slogdet({input})[1]
 matrix_exp(input) => jax.scipy.linalg.expm({input})
 mv(input, vec) => {input} @ {vec}
 outer(input, vec2) => jnp.outer({input}, {vec2})
-tensordot(a, b, dims=2) => jnp.tensordot({a}, {b}[[, axes={dims}]])
+tensordot(a, b, dims=2) => jnp.tensordot({a}, {b}, axes={dims?})
 trace(input) => jnp.trace({input})
-fft_fft fft_ifft fft_irfft fft_rfft(input, n=None, dim=-1, norm=None) => jnp.fft.NAME({input}[[, n={n}]][[, \
-    axis={dim}]][[, norm={norm}]])
-fft_fftn fft_ifftn(input, s=None, dim=None, norm=None) => jnp.fft.NAME({input}[[, s={s}]][[, axes={dim}]][[, \
-    norm={norm}]])
-fft_fft2 fft_ifft2 fft_irfft2 fft_rfft2(input, s=None, *, norm=None) => jnp.fft.NAME({input}[[, s={s}]][[, \
-    norm={norm}]])
-fft_fftshift fft_ifftshift(input, dim=None) => jnp.fft.NAME({input}[[, axes={dim}]])
+fft_fft fft_ifft fft_irfft fft_rfft(input, n=None, dim=-1, norm=None) => \
+    jnp.fft.NAME({input}, n={n?}, axis={dim?}, norm={norm?})
+fft_fftn fft_ifftn(input, s=None, dim=None, norm=None) => jnp.fft.NAME({input}, s={s?}, axes={dim?}, norm={norm?})
+fft_fft2 fft_ifft2 fft_irfft2 fft_rfft2(input, s=None, *, norm=None) => jnp.fft.NAME({input}, s={s?}, norm={norm?})
+fft_fftshift fft_ifftshift(input, dim=None) => jnp.fft.NAME({input}, axes={dim?})
 """
 
 LAYERS = """
@@ -394,60 +344,53 @@ adaptive_avg_pool1d(input, output_size: 1) => {input}.mean(axis=-1, keepdims=Tru
 adaptive_avg_pool2d(input, output_size: 1) => {input}.mean(axis=(-2, -1), keepdims=True)
 adaptive_avg_pool2d(input, output_size: (1, 1)) => {input}.mean(axis=(-2, -1), keepdims=True)
 adaptive_max_pool2d(input, output_size: 1) => {input}.max(axis=(-2, -1), keepdims=True)
-avg_pool1d(input, kernel_size, stride=None, padding=0) => pool({input}, 1, lax.add, {kernel_size}[[, {stride}]][[, \
-    padding={padding}]])
-avg_pool2d(input, kernel_size, stride=None, padding=0) => pool({input}, 2, lax.add, {kernel_size}[[, {stride}]][[, \
-    padding={padding}]])
-avg_pool3d(input, kernel_size, stride=None, padding=0) => pool({input}, 3, lax.add, {kernel_size}[[, {stride}]][[, \
-    padding={padding}]])
-cosine_similarity(x1, x2, dim=1, eps=1e-08) => cosine_similarity({x1}, {x2}[[, {dim}]][[, eps={eps}]])
-conv1d conv2d conv3d(input, weight, bias=None, stride=1, padding=0, dilation=1, groups=1) => convolution({input}, \
-    {weight}[[, {bias}]][[, stride={stride}]][[, padding={padding}]][[, dilation={dilation}]][[, groups={groups}]])
+avg_pool1d:1 avg_pool2d:2 avg_pool3d:3(input, kernel_size, stride=None, padding=0) => \
+    pool({input}, NAME, lax.add, {kernel_size}, {stride?}, padding={padding?})
+cosine_similarity(x1, x2, dim=1, eps=1e-08) => cosine_similarity({x1}, {x2}, {dim?}, eps={eps?})
+conv1d conv2d conv3d(input, weight, bias=None, stride=1, padding=0, dilation=1, groups=1) => \
+    convolution({input}, {weight}, {bias?}, stride={stride?}, padding={padding?}, dilation={dilation?}, \
+    groups={groups?})
 conv1d_input conv2d_input(input_size, weight, grad_output, stride=1, padding=0, dilation=1, groups=1) => \
-    convolution_input({input_size}, {weight}, {grad_output}[[, stride={stride}]][[, padding={padding}]][[, \
-    dilation={dilation}]][[, groups={groups}]])
+    convolution_input({input_size}, {weight}, {grad_output}, stride={stride?}, padding={padding?}, \
+    dilation={dilation?}, groups={groups?})
 conv1d_weight conv2d_weight(input, weight_size, grad_output, stride=1, padding=0, dilation=1, groups=1) => \
-    convolution_weight({input}, {weight_size}, {grad_output}[[, stride={stride}]][[, padding={padding}]][[, \
-    dilation={dilation}]][[, groups={groups}]])
+    convolution_weight({input}, {weight_size}, {grad_output}, stride={stride?}, padding={padding?}, \
+    dilation={dilation?}, groups={groups?})
 conv_transpose1d conv_transpose2d(input, weight, bias=None, stride=1, padding=0, output_padding=0, groups=1, \
-    dilation=1) => transposed_convolution({input}, {weight}[[, {bias}]][[, stride={stride}]][[, \
-    padding={padding}]][[, output_padding={output_padding}]][[, groups={groups}]][[, dilation={dilation}]])
+    dilation=1) => transposed_convolution({input}, {weight}, {bias?}, stride={stride?}, padding={padding?}, \
+    output_padding={output_padding?}, groups={groups?}, dilation={dilation?})
 cross_entropy(input, target: integers, weight=None, *, ignore_index=-100, reduction: str = "mean") => \
-    nll_loss(jax.nn.log_softmax({input}, axis=1), {target}[[, {weight}]][[, ignore_index={ignore_index}]][[, \
-    reduction={reduction}]])
+    nll_loss(jax.nn.log_softmax({input}, axis=1), {target}, {weight?}, ignore_index={ignore_index?}, \
+    reduction={reduction?})
 cross_entropy(input, target: floats) => -({target} * jax.nn.log_softmax({input}, axis=1)).sum(axis=1).mean()
-cross_entropy(input, target: floats, *, reduction: "none") => \
-    -({target} * jax.nn.log_softmax({input}, axis=1)).sum(axis=1)
-fold(input, output_size, kernel_size, dilation=1, padding=0, stride=1) => fold({input}, {output_size}, \
-    {kernel_size}[[, dilation={dilation}]][[, padding={padding}]][[, stride={stride}]])
-interpolate(input, size=None, scale_factor=None, mode: "nearest" = "nearest") => resize_nearest({input}[[, \
-    size={size}]][[, scale={scale_factor}]])
-group_norm(input, num_groups, weight=None, bias=None, eps=1e-05) => group_norm({input}, {num_groups}[[, \
-    {weight}]][[, bias={bias}]][[, eps={eps}]])
+cross_entropy(input, target: floats, *, reduction: "none") => -({target} * jax.nn.log_softmax({input}, \
+    axis=1)).sum(axis=1)
+fold(input, output_size, kernel_size, dilation=1, padding=0, stride=1) => \
+    fold({input}, {output_size}, {kernel_size}, dilation={dilation?}, padding={padding?}, stride={stride?})
+interpolate(input, size=None, scale_factor=None, mode: "nearest" = "nearest") => \
+    resize({input}, {size:None}, {scale_factor?})
+group_norm(input, num_groups, weight=None, bias=None, eps=1e-05) => \
+    group_norm({input}, {num_groups}, {weight?}, bias={bias?}, eps={eps?})
 interpolate(input, size=None, scale_factor=None, mode: "bilinear" = "nearest", align_corners: False = False) => \
-    resize_linear({input}[[, size={size}]][[, scale={scale_factor}]])
+    resize({input}, {size:None}, {scale_factor:None}, "linear")
 kl_div(input, target, *, reduction: "batchmean") => ({target} * (jnp.log({target}) - {input})).sum() / \
     {input}.shape[0] => (jax.scipy.special.xlogy({target}, {target}) - {target} * {input}).sum() / {input}.shape[0]
-layer_norm(input, normalized_shape, weight=None, bias=None, eps=1e-05) => layer_norm({input}, {normalized_shape}[[, \
-    {weight}]][[, bias={bias}]][[, eps={eps}]])
-max_pool1d(input, kernel_size, stride=None, padding=0, dilation: 1 = 1, ceil_mode: False = False) => \
-    pool({input}, 1, lax.max, {kernel_size}[[, {stride}]][[, padding={padding}]])
-max_pool2d(input, kernel_size, stride=None, padding=0, dilation: 1 = 1, ceil_mode: False = False) => \
-    pool({input}, 2, lax.max, {kernel_size}[[, {stride}]][[, padding={padding}]])
-max_pool3d(input, kernel_size, stride=None, padding=0, dilation: 1 = 1, ceil_mode: False = False) => \
-    pool({input}, 3, lax.max, {kernel_size}[[, {stride}]][[, padding={padding}]])
-nll_loss(input, target, weight=None, *, ignore_index=-100, reduction: str = "mean") => nll_loss({input}, {target}[[, \
-    {weight}]][[, ignore_index={ignore_index}]][[, reduction={reduction}]])
-pad(input, pad, mode: "constant" = "constant", value=0) => pad({input}, {pad}[[, {value}]])
+layer_norm(input, normalized_shape, weight=None, bias=None, eps=1e-05) => \
+    layer_norm({input}, {normalized_shape}, {weight?}, bias={bias?}, eps={eps?})
+max_pool1d:1 max_pool2d:2 max_pool3d:3(input, kernel_size, stride=None, padding=0, dilation: 1 = 1, ceil_mode: False \
+    = False) => pool({input}, NAME, lax.max, {kernel_size}, {stride?}, padding={padding?})
+nll_loss(input, target, weight=None, *, ignore_index=-100, reduction: str = "mean") => \
+    nll_loss({input}, {target}, {weight?}, ignore_index={ignore_index?}, reduction={reduction?})
+pad(input, pad, mode: "constant" = "constant", value=0) => pad({input}, {pad}, {value?})
 pad(input, pad, mode: str) => pad({input}, {pad}, mode={mode})
-pairwise_distance(x1, x2, p=2.0, eps=1e-06, keepdim=False) => vector_norm({x1} - {x2} + {eps:1e-6}, {p:2.0}, \
-    axis=-1[[, keepdims={keepdim}]])
-rms_norm(input, normalized_shape, weight=None, eps=None) => rms_norm({input}, {normalized_shape}[[, {weight}]][[, \
-    eps={eps}]])
+pairwise_distance(x1, x2, p=2.0, eps=1e-06, keepdim=False) => vector_norm({x1} - {x2} + {eps:1e-6}, {p:2.0}, axis=-1, \
+    keepdims={keepdim?})
+rms_norm(input, normalized_shape, weight=None, eps=None) => rms_norm({input}, {normalized_shape}, {weight?}, \
+    eps={eps?})
 scaled_dot_product_attention(query, key, value) => jax.nn.softmax({query} @ {key}.mT / np.sqrt({query}.shape[-1]), \
     axis=-1) @ {value}
-unfold(input, kernel_size, dilation=1, padding=0, stride=1) => unfold({input}, {kernel_size}[[, \
-    dilation={dilation}]][[, padding={padding}]][[, stride={stride}]])
+unfold(input, kernel_size, dilation=1, padding=0, stride=1) => unfold({input}, {kernel_size}, dilation={dilation?}, \
+    padding={padding?}, stride={stride?})
 """
 
 # Losses of elements, which are averaged, added, or neither.
@@ -456,13 +399,13 @@ binary_cross_entropy(input, target) => -({target} * jnp.maximum(jnp.log({input})
     jnp.maximum(jnp.log1p(-{input}), -100))
 binary_cross_entropy_with_logits(input, target) => jax.nn.softplus({input}) - {input} * {target} => \
     (1 - {target}) * {input} - jax.nn.log_sigmoid({input})
-huber_loss(input, target, *, delta=1.0) => huber({input} - {target}[[, {delta}]])
+huber_loss(input, target, *, delta=1.0) => huber({input} - {target}, {delta?})
 kl_div(input, target) => {target} * (jnp.log({target}) - {input}) => \
     jax.scipy.special.xlogy({target}, {target}) - {target} * {input}
 l1_loss(input, target) => jnp.abs({input} - {target}) => absolute({input} - {target})
 margin_ranking_loss(input1, input2, target, margin=0) => jax.nn.relu({margin:0} - {target} * ({input1} - {input2}))
 mse_loss(input, target) => jnp.square({input} - {target})
-smooth_l1_loss(input, target, *, beta=1.0) => huber({input} - {target}[[, {beta}]]) / {beta:1.0}
+smooth_l1_loss(input, target, *, beta=1.0) => huber({input} - {target}, {beta?}) / {beta:1.0}
 soft_margin_loss(input, target) => jnp.log1p(jnp.exp(-{target} * {input})) => jax.nn.softplus(-{target} * {input})
 triplet_margin_loss(anchor, positive, negative, margin=1.0) => jax.nn.relu(vector_norm({anchor} - {positive} + 1e-6, \
     axis=-1) - vector_norm({anchor} - {negative} + 1e-6, axis=-1) + {margin:1.0})
@@ -488,80 +431,64 @@ BoolTensor FloatTensor DoubleTensor HalfTensor IntTensor LongTensor Tensor(data:
 BoolTensor FloatTensor DoubleTensor HalfTensor IntTensor LongTensor Tensor(*size: ints) => \
     jnp.zeros({size}, {dtype_of_result})
 arange(end: int) => jnp.arange({end})
-arange(start: int, end: int, step: int = 1) => jnp.arange({start}, {end}[[, {step}]])
+arange(start: int, end: int, step: int = 1) => jnp.arange({start}, {end}, {step?})
 arange(end, *, dtype=None) => jnp.arange({end}, dtype={dtype:result})
-arange(start, end, step=1, *, dtype=None) => jnp.arange({start}, {end}[[, {step}]], dtype={dtype:result})
-as_tensor(data: Tensor, dtype=None) => jnp.asarray({data}[[, {dtype}]])
-as_tensor(data: Tensor, *, dtype=None) => jnp.array({data}[[, {dtype}]]) => lax.stop_gradient(jnp.array({data}[[, \
-    {dtype}]]))
-tensor(data: int) => jnp.array({data})
-as_tensor(data, dtype=None) => jnp.array({data}, {dtype:result})
+arange(start, end, step=1, *, dtype=None) => jnp.arange({start}, {end}, {step?}, dtype={dtype:result})
+as_tensor(data: Tensor, dtype=None) => jnp.asarray({data}, {dtype?})
+tensor(data: Tensor, *, dtype=None) => jnp.array({data}, {dtype?}) => lax.stop_gradient(jnp.array({data}, {dtype?}))
+as_tensor tensor(data: int) => jnp.array({data})
+as_tensor tensor(data, dtype=None) => jnp.array({data}, {dtype:result})
 complex(real, imag) => lax.complex({real}, {imag})
-empty(*size, dtype=None) => jnp.zeros({size}, {dtype:result})
-empty_like(input, *, dtype=None) => jnp.zeros_like({input}[[, dtype={dtype}]])
-eye(n, m=None, *, dtype=None) => jnp.eye({n}[[, {m}]], dtype={dtype:result})
+empty:zeros ones zeros(*size, dtype=None) => jnp.NAME({size}, {dtype:result})
+empty_like:zeros_like ones_like zeros_like(input, *, dtype=None) => jnp.NAME({input}, dtype={dtype?})
+eye(n, m=None, *, dtype=None) => jnp.eye({n}, {m?}, dtype={dtype:result})
 from_numpy(ndarray) => jnp.asarray({ndarray})
 full(size, fill_value: int) => jnp.full({size}, {fill_value})
 full(size, fill_value, *, dtype=None) => jnp.full({size}, {fill_value}, {dtype:result})
-full_like(input, fill_value, *, dtype=None) => jnp.full_like({input}, {fill_value}[[, dtype={dtype}]])
+full_like(input, fill_value, *, dtype=None) => jnp.full_like({input}, {fill_value}, dtype={dtype?})
 linspace(start, end, steps, *, dtype=None) => jnp.linspace({start}, {end}, {steps}, dtype={dtype:result})
 new[method](input) => jnp.zeros(0, {input}.dtype)
 new[method](input, data: Tensor) => {data}
 new[method](input, data: list) => jnp.array({data}, {input}.dtype)
 new[method](input, *size: ints) => jnp.zeros({size}, {input}.dtype)
-new_empty new_zeros(input, *size, dtype) => jnp.zeros({size}, {dtype})
-new_empty new_zeros(input, *size) => jnp.zeros({size}, {input}.dtype)
+new_empty:zeros new_ones:ones new_zeros:zeros(input, *size, dtype) => jnp.NAME({size}, {dtype})
+new_empty:zeros new_ones:ones new_zeros:zeros(input, *size) => jnp.NAME({size}, {input}.dtype)
 new_full(input, size, fill_value, *, dtype) => jnp.full({size}, {fill_value}, {dtype})
 new_full(input, size, fill_value) => jnp.full({size}, {fill_value}, {input}.dtype)
-new_ones(input, *size, dtype) => jnp.ones({size}, {dtype})
-new_ones(input, *size) => jnp.ones({size}, {input}.dtype)
 new_tensor(input, data, *, dtype) => jnp.array({data}, {dtype})
 new_tensor(input, data) => jnp.array({data}, {input}.dtype)
-ones zeros(*size, dtype=None) => jnp.NAME({size}, {dtype:result})
-ones_like zeros_like(input, *, dtype=None) => jnp.NAME({input}[[, dtype={dtype}]])
-tensor(data: Tensor, *, dtype=None) => jnp.array({data}[[, {dtype}]]) => lax.stop_gradient(jnp.array({data}[[, \
-    {dtype}]]))
-tensor(data: int) => jnp.array({data})
-tensor(data, *, dtype=None) => jnp.array({data}, {dtype:result})
-tril_indices triu_indices(row, col, offset=0) => jnp.stack(jnp.NAME({row}[[, {offset}]], m={col}))
+tril_indices triu_indices(row, col, offset=0) => jnp.stack(jnp.NAME({row}, {offset?}, m={col}))
 fill(input, value) => jnp.full_like({input}, {value})
 zero(input) => jnp.zeros_like({input})
+copy(input, src: Tensor) => {src}
 copy(input, src: Tensor) => jnp.broadcast_to({src}, {input}.shape).astype({input}.dtype)
 """
 
 CONVERSIONS = """
-bfloat16(input) => {input}.astype(jnp.bfloat16)
-bool(input) => {input}.astype(bool)
-byte(input) => {input}.astype(jnp.uint8)
-cfloat(input) => {input}.astype(jnp.complex64)
-char(input) => {input}.astype(jnp.int8)
+bfloat16 byte:uint8 cfloat:complex64 char:int8 float:float32 half:float16 int:int32 short:int16(input) => \
+    {input}.astype(jnp.NAME)
+bool double:float long:int(input) => {input}.astype(NAME)
 clone(input) => {input} => jnp.array({input}, copy=True)
 Variable(data) => {data}
 contiguous cpu resolve_conj resolve_neg to(input) => {input}
 cuda(input, device=None) => {input}
 detach(input) => {input} => lax.stop_gradient({input})
-double(input) => {input}.astype(float)
-float(input) => {input}.astype(jnp.float32)
-half(input) => {input}.astype(jnp.float16)
-int(input) => {input}.astype(jnp.int32)
-long(input) => {input}.astype(int)
 requires_grad_(input, requires_grad=True) => {input}
-short(input) => {input}.astype(jnp.int16)
 squeeze_copy(input) => jnp.squeeze({input})
 to(input, dtype: dtype, copy=False) => {input}.astype({dtype})
 to(input, other: Tensor) => {input}.astype({other}.dtype)
+type(input) => {input}.dtype
 type(input, dtype: dtype) => {input}.astype({dtype})
 type_as(input, other) => {input}.astype({other}.dtype)
 """
 
 QUESTIONS = """
-dim ndimension(input) => {input}.ndim
+dim:ndim ndimension:ndim nelement:size numel:size(input) => {input}.NAME
 is_complex(input) => jnp.iscomplexobj({input})
 is_contiguous(input) => True
 is_floating_point(input) => jnp.issubdtype({input}.dtype, jnp.floating)
 is_same_size(input, other) => {input}.shape == {other}.shape
 is_tensor(obj) => isinstance({obj}, jax.Array)
-nelement numel(input) => {input}.size
 resize_as(input, the_template) => jnp.zeros({the_template}.shape, {input}.dtype)
 result_type(tensor1, tensor2) => jnp.result_type({tensor1}, {tensor2})
 promote_types(type1, type2) => jnp.promote_types({type1}, {type2})
@@ -570,37 +497,33 @@ size(input, dim: int) => {input}.shape[{dim}]
 Size(sizes) => tuple({sizes})
 broadcast_shapes(*shapes) => jnp.broadcast_shapes({shapes_args})
 finfo iinfo(type) => jnp.NAME({type})
-is_available() => False
-is_autocast_enabled(device_type="cuda") => False
+is_available is_autocast_enabled(device_type="cuda") => False
 is_grad_enabled() => True
 """
 
 RANDOM = """
 bernoulli(input) => jax.random.bernoulli({key}, {input}).astype({input}.dtype)
-bernoulli(input, p: number) => jax.random.bernoulli({key}, {p}, {input}.shape).astype({input}.dtype)
-bernoulli(input, p: Tensor) => jax.random.bernoulli({key}, {p}, {input}.shape).astype({input}.dtype)
-gumbel_softmax(logits, tau: number = 1, hard: False = False, *, dim=-1) => jax.nn.softmax(({logits} - \
-    jnp.log(jax.random.exponential({key}, {logits}.shape, {logits}.dtype))) / {tau:1}, axis={dim:-1})
+bernoulli(input, p) => jax.random.bernoulli({key}, {p}, {input}.shape).astype({input}.dtype)
+gumbel_softmax(logits, tau: number = 1, hard: False = False, *, dim=-1) => \
+    jax.nn.softmax(({logits} - jnp.log(jax.random.exponential({key}, {logits}.shape, {logits}.dtype))) / {tau:1}, \
+    axis={dim:-1})
 dropout(input, p: number, training: True = True) => dropout({key}, {input}, {p})
 exponential(input, lambd=1) => jax.random.exponential({key}, {input}.shape, {input}.dtype) / {lambd:1}
 normal(input: Tensor, mean: number = 0, std: number = 1) => {mean:0} + {std:1} * jax.random.normal({key}, \
     {input}.shape, {input}.dtype)
-rand(*size, dtype=None) => jax.random.uniform({key}, {size}, {dtype:result})
-rand_like(input) => jax.random.uniform({key}, {input}.shape, {input}.dtype)
-rand_like(input, *, dtype) => jax.random.uniform({key}, {input}.shape, {dtype})
+rand:uniform randn:normal(*size, dtype=None) => jax.random.NAME({key}, {size}, {dtype:result})
+rand_like:uniform randn_like:normal(input) => jax.random.NAME({key}, {input}.shape, {input}.dtype)
+rand_like:uniform randn_like:normal(input, *, dtype) => jax.random.NAME({key}, {input}.shape, {dtype})
 randint(high, size) => jax.random.randint({key}, {size}, 0, {high})
 randint(low, high, size) => jax.random.randint({key}, {size}, {low}, {high})
 randint_like(input, low, high) => jax.random.randint({key}, {input}.shape, {low}, {high}).astype({input}.dtype)
-randn(*size, dtype=None) => jax.random.normal({key}, {size}, {dtype:result})
-randn_like(input) => jax.random.normal({key}, {input}.shape, {input}.dtype)
-randn_like(input, *, dtype) => jax.random.normal({key}, {input}.shape, {dtype})
 randperm(n) => jax.random.permutation({key}, {n})
-uniform(input, a: number = 0, b: number = 1) => jax.random.uniform({key}, {input}.shape, {input}.dtype[[, {a}]][[, \
-    {b}]])
+uniform(input, a: number = 0, b: number = 1) => jax.random.uniform({key}, {input}.shape, {input}.dtype, {a?}, {b?})
 """
 
 # Attributes of tensors that JAX spells in another way.
 ATTRIBUTES = {
+    "data": "{input} => lax.stop_gradient({input})",
     "H": "{input}.conj().T",
     "device": "None",
     "grad_fn": "None",
@@ -625,23 +548,10 @@ IGNORED = frozenset(
         "async",
     }
 )
-# Functions whose result has another identity than torch's, or none: nothing is to be written.
-DROPPED_STATEMENTS = frozenset({"requires_grad_", "_assert_async", "synchronize", "empty_cache", "retain_grad"})
-
-TABLE = "".join(
-    (
-        ELEMENTWISE,
-        CLAMPS,
-        ACTIVATIONS,
-        REDUCTIONS,
-        SHAPES,
-        INDEXING,
-        LINEAR_ALGEBRA,
-        LAYERS,
-        _with_reductions(LOSSES),
-        CREATION,
-        CONVERSIONS,
-        QUESTIONS,
-        RANDOM,
-    )
+# Functions for which nothing is to be written. (An input that is marked dirty gets a new value in JAX.)
+DROPPED_STATEMENTS = frozenset(
+    {"requires_grad_", "_assert_async", "synchronize", "empty_cache", "retain_grad", "mark_dirty"}
 )
+
+_FUNCTIONS = ELEMENTWISE, CLAMPS, ACTIVATIONS, REDUCTIONS, SHAPES, INDEXING, LINEAR_ALGEBRA, LAYERS
+TABLE = "".join((*_FUNCTIONS, _with_reductions(LOSSES), CREATION, CONVERSIONS, QUESTIONS, RANDOM))

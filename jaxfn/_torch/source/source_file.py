@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 import inspect
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Mapping
 from types import CodeType
 from typing import Any
 
@@ -45,6 +45,21 @@ class SourceFile:
         """Returns the position of the lines from `first` to `last`."""
         return self._line_starts[first - 1], self._line_starts[last]
 
+    def lines_span(self, node: Node) -> Span:
+        """Returns the position of a node's lines."""
+        assert node.end_lineno is not None
+        return self.line_span(node.lineno, node.end_lineno)
+
+    def edited(self, span: Span, edits: Mapping[Span, str]) -> str:
+        """Returns a part of the text with parts of it replaced."""
+        position, end = span
+        pieces: list[str] = []
+        for (start, stop), text in sorted(edits.items()):
+            if start >= position:  # It is not inside a part that was replaced as a whole.
+                pieces += [self.slice((position, start)), text]
+                position = stop
+        return "".join((*pieces, self.slice((position, end))))
+
     def slice(self, span: Span) -> str:
         """Returns the text between two positions."""
         return self.text[slice(*span)].decode()
@@ -52,10 +67,6 @@ class SourceFile:
     def segment(self, node: Node) -> str:
         """Returns the text of a node."""
         return self.slice(self.span(node))
-
-    def lines(self) -> list[str]:
-        """Returns all lines."""
-        return self.text.decode().splitlines()
 
     def line(self, node: Node) -> str:
         """Returns the line of a node as part of a message."""
@@ -86,10 +97,6 @@ class SourceFiles:
 
     def __init__(self) -> None:
         self._files: dict[str, SourceFile] = {}
-
-    def all(self) -> Iterable[SourceFile]:
-        """Returns the files."""
-        return self._files.values()
 
     def of(self, definition: Callable[..., Any]) -> SourceFile:
         """Returns the file that defines a function or class.

@@ -15,7 +15,7 @@ from jaxfn._torch.source import rules
 from jaxfn._torch.source.observe import ObservedTensor
 from jaxfn._torch.source.spelling import select
 
-_ENTRY = re.compile(r"^(?P<names>[\w ]+)(?P<method>\[method\])?\((?P<parameters>.*?)\) => (?P<code>.*)$")
+_ENTRY = re.compile(r"^(?P<names>[^(\[]+)(?P<method>\[method\])?\((?P<parameters>.*?)\) => (?P<code>.*)$")
 # The names that some functions of torch accept for NumPy's sake, or had in older versions.
 _ALIASES = {"axis": "dim", "keepdims": "keepdim", "self": "input", "x": "input", "a": "input", "tensor": "input"}
 
@@ -54,16 +54,15 @@ class Entry(NamedTuple):
             bound = self.signature.bind(*args, **renamed).arguments
         except TypeError:
             return None
-        for name, value in bound.items():
-            if not all(_accepts_argument(names[name].annotation, x) for x in (value if _is_list(value) else [value])):
-                return None
-        for name, parameter in names.items():
-            if name not in bound and parameter.annotation is not parameter.empty and name not in bound:
-                default = None if parameter.default is parameter.empty else parameter.default
-                is_variadic = parameter.kind is parameter.VAR_POSITIONAL
-                if not is_variadic and default is not None and not _accepts(parameter.annotation, default):
-                    return None
-        return bound
+
+        def is_accepted(name: str, parameter: inspect.Parameter) -> bool:
+            if name not in bound:
+                has_none = parameter.default in (None, parameter.empty)
+                return has_none or _accepts(parameter.annotation, parameter.default)
+            values = bound[name] if _is_list(bound[name]) else [bound[name]]
+            return all(_accepts_argument(parameter.annotation, x) for x in values)
+
+        return bound if all(is_accepted(*item) for item in names.items()) else None
 
 
 def _is_list(value: Any) -> bool:
@@ -123,8 +122,9 @@ def table() -> Mapping[str, Sequence[Entry]]:
             match = _ENTRY.match(re.sub(r"\s+", " ", line))
             assert match is not None, line
             signature, is_method = _signature(match["parameters"]), match["method"] is not None
-            for name in match["names"].split():
-                code = match["code"].replace("NAME", re.sub(r"^(fft|linalg)_", "", name))
+            for name_and_spelling in match["names"].split():
+                name, _, spelling = name_and_spelling.partition(":")
+                code = match["code"].replace("NAME", spelling or re.sub(r"^(fft|linalg)_", "", name))
                 plain, _, strict = code.partition(" => ")
                 entries.setdefault(name, []).append(Entry(is_method, signature, plain, strict or plain))
     return entries

@@ -92,6 +92,7 @@ class TemplateCheck:
     def _evaluate(self, template: str, values: Mapping[str, Any], x64: bool, is_concrete: bool = False) -> Any:
         code = re.sub(r"\{(\w+)(:[^}]*)?\}", r"_\1", template)
         code = re.sub(r"_(\w+_args)\b", r"*_\1", code)
+        code = f"(\n{code}\n)"  # It may span lines.
         arrays: dict[str, Any] = {}
         with jax.enable_x64(x64):
             for name in {*fields(template)}:
