@@ -8,7 +8,7 @@ import types
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import CodeType
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -28,8 +28,7 @@ from jaxfn._torch.source.source_file import (
 from jaxfn._torch.source.spelling import NoRuleError, as_operand, fields, fill, grouped, parse_expression, select
 from jaxfn._torch.source.table import Argument, Entry, code_of, table
 from jaxfn._torch.source.typecheck import TemplateCheck, dtype_text
-from jaxfn._torch.source.vjp_regions import Region, argument_of, gradient_of, is_backward, names_of
-from jaxfn._torch.values.errors import TranslationError
+from jaxfn._torch.source.vjp_regions import Region, argument_of, find_regions, gradient_of, is_backward, names_of
 
 Site = tuple[str, Span]
 _AUGMENTED: dict[type[ast.operator], str] = {
@@ -109,6 +108,7 @@ class ExpressionRewriter:
 
     Attributes:
       draws: Whether it draws random numbers.
+      edits: The replaced parts of the file's text, by position.
     """
 
     def __init__(
@@ -123,13 +123,11 @@ class ExpressionRewriter:
         self._before: list[str] = []
         self._conditional = 0
         self._replaced: dict[ast.expr, ast.expr] = {}
-        self._regions: list[Region] = []
+        self._regions = find_regions(node, self._value)
+        self.edits: dict[Span, str] = {}
         self._check = TemplateCheck(options.compares_values)
 
     # Errors and observations
-
-    def _error(self, node: Any, message: str) -> NoReturn:
-        raise TranslationError(f"the source cannot be rewritten: {message}{self._file.line(node)}")
 
     def _location(self, node: ast.stmt | ast.expr) -> str:
         return f"{self._file.path.rpartition('/')[2]}, line {node.lineno}"

@@ -7,6 +7,7 @@ import traceback
 import types
 import warnings
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -114,10 +115,11 @@ def in_double(x: Any) -> Any:
     return x.astype(np.complex128 if x.dtype.kind == "c" else np.float64)
 
 
+@dataclass(eq=False)
 class Proof:
     """Compares written modules with converted code.
 
-    Args:
+    Attributes:
       oracle: The converted code, a function of arrays.
       name: The name of the function in the written modules.
       constants: Numbers at which the code may have ties.
@@ -126,23 +128,14 @@ class Proof:
       rounds: Whether the code computes in single precision if its inputs are in double precision.
     """
 
-    def __init__(
-        self,
-        oracle: Callable[..., Any],
-        name: str,
-        constants: Sequence[float],
-        is_valid: Callable[[Example], bool],
-        methods: Sequence[str],
-        rounds: bool,
-    ) -> None:
-        self._oracle = oracle
-        self._name = name
-        self._constants = constants
-        self._is_valid = is_valid
-        self._transforms = {name: getattr(_Program, f"outputs_by_{name}") for name in methods}
-        self._rtol_in_double = _RTOL["float32"] if rounds else 0
-        self._orders: dict[int, int] = {}
-        self._samples: dict[int, list[tuple[str, Example]]] = {}
+    oracle: Callable[..., Any]
+    name: str
+    constants: Sequence[float]
+    is_valid: Callable[[Example], bool]
+    methods: Sequence[str]
+    rounds: bool
+    _orders: dict[int, int] = field(default_factory=dict)
+    _samples: dict[int, list[tuple[str, Example]]] = field(default_factory=dict)
 
     def order(self, group: Group) -> int:
         """Returns the highest order of derivatives that the converted code has, up to 2; -1 if it cannot be called."""
@@ -161,8 +154,8 @@ class Proof:
 
     def first_difference(self, module: Module, groups: Sequence[Group], order: int) -> Difference | None:
         """Returns the first difference in derivatives up to an order; `None` if there is none."""
-        loaded = load(module, self._name)
-        port = getattr(loaded, self._name)
+        loaded = load(module, self.name)
+        port = getattr(loaded, self.name)
         port = port.apply if isinstance(port, type) else port
         for group in groups:
             with warnings.catch_warnings(), jax.enable_x64(group.x64):
@@ -173,7 +166,7 @@ class Proof:
         return None
 
     def _oracle_program(self, group: Group) -> _Program:
-        return _Program(self._oracle, group.example, group.wanted, {"key": jax.random.key(7)})
+        return _Program(self.oracle, group.example, group.wanted, {"key": jax.random.key(7)})
 
     def _compare(
         self, group: Group, port: Callable[..., Any], loaded: Any, draws: bool, order: int
@@ -193,16 +186,16 @@ class Proof:
             return Difference(2, group, "the converted Function has none", group.example)
         compiled, casts = _compile(ours, theirs, order, ours.arrays(group.example))
         if group.what == EXAMPLE:
-            for name, transform in self._transforms.items():
-                text = _difference(*(transform(program, ours.arrays(group.example)) for program in (ours, theirs)))
-                if text is not None:
-                    return Difference(0, group, f"{text}, by {name}", group.example)
+            for method in self.methods:
+                results = (getattr(x, f"outputs_by_{method}")(x.arrays(group.example)) for x in (ours, theirs))
+                if (text := _difference(*results)) is not None:
+                    return Difference(0, group, f"{text}, by {method}", group.example)
         for what, sample in self._samples_of(group):
             if casts and what in ("at NaN", "at infinity"):  # Their conversions to integers are not defined.
                 continue
             found, expected = compiled(ours.arrays(sample))
             for quantity, (a, b) in enumerate(zip(found, expected, strict=True)):
-                text = _difference(a, b, self._rtol_in_double if group.is_double else 0)
+                text = _difference(a, b, _RTOL["float32"] if group.is_double and self.rounds else 0)
                 if text is not None and not (
                     not group.is_double
                     and _difference(a, b, _MAX_ROUNDING) is None
@@ -214,8 +207,8 @@ class Proof:
     def _samples_of(self, group: Group) -> list[tuple[str, Example]]:
         """Returns the samples of a group that torch accepts."""
         if id(group) not in self._samples:
-            found = variations(group.example, self._constants) if group.varies else [("at the example", group.example)]
-            self._samples[id(group)] = [x for i, x in enumerate(found) if not i or self._is_valid(x[1])]
+            found = variations(group.example, self.constants) if group.varies else [("at the example", group.example)]
+            self._samples[id(group)] = [x for i, x in enumerate(found) if not i or self.is_valid(x[1])]
         return self._samples[id(group)]
 
     def _agree_in_double(self, sample: Example, group: Group, ours: _Program, order: int, quantity: int) -> bool:
@@ -231,16 +224,13 @@ class Proof:
         return _difference(found[quantity], expected[quantity], 1e-7) is None
 
 
-class _Program:
+class _Program(NamedTuple):
     """A function's outputs, gradients and second derivatives as a function of its arrays."""
 
-    def __init__(
-        self, function: Callable[..., Any], example: Example, wanted: Sequence[int], options: dict[str, Any]
-    ) -> None:
-        self._function = function
-        self._example = example
-        self._wanted = wanted
-        self._options = options
+    function: Callable[..., Any]
+    example: Example
+    wanted: Sequence[int]
+    options: dict[str, Any]
 
     def error(self, example: Example, order: int) -> Exception | None:
         """Returns the error of derivatives up to an order, as JAX traces them."""
@@ -255,22 +245,22 @@ class _Program:
 
     def run(self, arrays: Sequence[jax.Array], order: int) -> list[list[jax.Array]]:
         """Returns lists of outputs, gradients and second derivatives, up to an order."""
-        leaves: list[Any] = list(self._example.leaves)
-        for i, x in zip(self._example.arrays, arrays, strict=True):
+        leaves: list[Any] = list(self.example.leaves)
+        for i, x in zip(self.example.arrays, arrays, strict=True):
             leaves[i] = x
         others: list[list[jax.Array]] = []
 
         def outputs(wanted: list[jax.Array]) -> list[jax.Array]:
             full = list(leaves)
-            for i, x in zip(self._wanted, wanted, strict=True):
+            for i, x in zip(self.wanted, wanted, strict=True):
                 full[i] = x
-            args, kwargs = self._example.arguments(full)
-            returned = jax.tree_util.tree_leaves(self._function(*args, **kwargs, **self._options))
+            args, kwargs = self.example.arguments(full)
+            returned = jax.tree_util.tree_leaves(self.function(*args, **kwargs, **self.options))
             arrays = [jnp.asarray(x) for x in returned]
             others.append([x for x in arrays if not jnp.issubdtype(x.dtype, jnp.inexact)])
             return [x for x in arrays if jnp.issubdtype(x.dtype, jnp.inexact)]
 
-        wanted = [leaves[i] for i in self._wanted]
+        wanted = [leaves[i] for i in self.wanted]
         if order == 0 or not wanted:
             return [[*outputs(wanted), *others[-1]]]
 
@@ -290,10 +280,10 @@ class _Program:
         """Returns the tangents of the outputs, in forward mode."""
 
         def outputs(wanted: list[jax.Array]) -> list[jax.Array]:
-            full = dict(zip(self._example.arrays, arrays, strict=True)) | dict(zip(self._wanted, wanted, strict=True))
-            return self.run([full[i] for i in self._example.arrays], 0)[0]
+            full = dict(zip(self.example.arrays, arrays, strict=True)) | dict(zip(self.wanted, wanted, strict=True))
+            return self.run([full[i] for i in self.example.arrays], 0)[0]
 
-        wanted = [x for i, x in zip(self._example.arrays, arrays, strict=True) if i in self._wanted]
+        wanted = [x for i, x in zip(self.example.arrays, arrays, strict=True) if i in self.wanted]
         tangents = jax.jvp(outputs, (wanted,), ([_weights(x, i) for i, x in enumerate(wanted)],))[1]
         return [x for x in tangents if x.dtype != jax.dtypes.float0]
 

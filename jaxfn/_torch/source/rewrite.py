@@ -6,7 +6,7 @@ import ast
 import builtins
 import re
 import typing
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -14,38 +14,24 @@ import torch
 from jaxfn._torch.source import rules
 from jaxfn._torch.source.expressions import (
     ExpressionRewriter,
-    RewriteOptions,
     callee_name,
     check_result,
     elements,
     operator_template,
 )
 from jaxfn._torch.source.observe import ObservedTensor
-from jaxfn._torch.source.source_file import FunctionNode, SourceFile, Span, bound_names
+from jaxfn._torch.source.source_file import Span, bound_names
 from jaxfn._torch.source.spelling import NoRuleError, fill
 from jaxfn._torch.source.table import Argument
 from jaxfn._torch.source.typecheck import OtherValuesError
-from jaxfn._torch.source.vjp_regions import Region, find_regions, gradient_of
-
-Site = tuple[str, Span]
-
+from jaxfn._torch.source.vjp_regions import Region, gradient_of
+from jaxfn._torch.values.errors import TranslationError
 
 _NO_BODY = (ast.Raise, ast.Pass, ast.Break, ast.Continue)
 
 
 class FunctionRewriter(ExpressionRewriter):
-    """Rewrites one function, with the functions defined inside it.
-
-    Attributes:
-      edits: The replaced parts of the file's text, by position.
-    """
-
-    def __init__(
-        self, file: SourceFile, node: FunctionNode, options: RewriteOptions, in_numpy: Collection[str]
-    ) -> None:
-        super().__init__(file, node, options, in_numpy)
-        self.edits: dict[Span, str] = {}
-        self._regions = find_regions(node, self._value)
+    """Rewrites one function, with the functions defined inside it."""
 
     def run(self) -> None:
         """Fills `edits`.
@@ -114,7 +100,8 @@ class FunctionRewriter(ExpressionRewriter):
                 raise NoRuleError(f"a statement of this kind ({type(s).__name__}) has no rule")
             method(s)
         except (NoRuleError, OtherValuesError) as error:
-            self._error(s, str(error))
+            line = self._file.line(s)
+            raise TranslationError(f"the source cannot be rewritten: {error}{line}") from error
 
     def _replace(self, s: ast.stmt, *lines: str) -> None:
         """Replaces a statement by lines, preceded by those of in-place updates inside it."""
