@@ -112,8 +112,8 @@ relu(input) => jax.nn.relu({input}) => jnp.where({input} <= 0, 0, {input})
 relu6(input) => jnp.clip({input}, 0, 6) => jnp.where({input} <= 0, 0, jnp.where({input} >= 6, 6, {input}))
 _log_softmax_backward_data(grad_output, output, dim, input_dtype) => {grad_output} - jnp.exp({output}) * \
     {grad_output}.sum(axis={dim}, keepdims=True)
-_softmax_backward_data(grad_output, output, dim, input_dtype) => {output} * ({grad_output} - ({grad_output} * \
-    {output}).sum(axis={dim}, keepdims=True))
+_softmax_backward_data(grad_output, output, dim, input_dtype) => {grad_output} * {output} - {output} * \
+    ({grad_output} * {output}).sum(axis={dim}, keepdims=True)
 selu(input) => jax.nn.selu({input}) => 1.0507009873554805 * elu({input}, 1.6732632423543772)
 softmin(input, dim: int) => jax.nn.softmax(-{input}, axis={dim})
 softplus(input) => jax.nn.softplus({input}) => softplus({input})
