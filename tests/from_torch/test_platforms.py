@@ -373,3 +373,15 @@ def test_cumulative_results_of_every_dtype_and_of_short_axes_are_those_of_torch(
 def test_sums_are_accumulated_in_double_precision() -> None:
     x = np.float32([[1e8, 1, -1e8]])
     np.testing.assert_array_equal(jax.jit(jaxfn.from_torch(lambda x: x.cumsum(1)))(x), [[1e8, 1e8, 1]])
+
+
+@pytest.mark.parametrize(
+    "function",
+    [lambda x: F.layer_norm(x, (13,)), lambda x: F.interpolate(x, scale_factor=2, mode="bicubic")],
+    ids=["layer norm", "bicubic"],
+)
+def test_sums_that_are_computed_by_products_do_not_have_their_precision(function: Callable[..., Any]) -> None:
+    x = 100 + np.random.default_rng(0).standard_normal((2, 3, 5, 13), np.float32)
+    with jax.default_matmul_precision("BF16_BF16_F32"):
+        result = jax.jit(jaxfn.from_torch(function))(x)
+    np.testing.assert_allclose(result, function(torch.tensor(x)), rtol=1e-4, atol=1e-4)

@@ -45,7 +45,8 @@ def _mean(x: Array, over: Sequence[int]) -> Array:
     def on_cpu(x: Array) -> Array:
         # A product uses vector instructions, a sum over the last axis does not.
         rows = x.reshape(*x.shape[: x.ndim - len(over)], -1)
-        mean = rows @ jnp.ones(rows.shape[-1], x.dtype) / rows.shape[-1]
+        total = jnp.matmul(rows, jnp.ones(rows.shape[-1], x.dtype), precision=lax.Precision.HIGHEST)
+        mean = total / rows.shape[-1]
         return mean.reshape(*rows.shape[:-1], *[1] * len(over))
 
     return lower_by_platform(on_cpu, partial(jnp.mean, axis=tuple(over), keepdims=True), x)

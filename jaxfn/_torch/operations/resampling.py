@@ -131,12 +131,11 @@ def _resample_by_platform(x: Array, axis: int, table: tuple[Table, Table]) -> Ar
 
     def product(x: Array) -> Array:
         rows, factor = x.reshape(-1, length, math.prod(x.shape[axis + 1 :])), jnp.asarray(matrix[:, :-1], x.dtype)
+        exactly = partial(jnp.matmul, precision=lax.Precision.HIGHEST)
+        if rows.shape[2] == 1:
+            return exactly(rows[..., 0], factor.T)
         # Copies of the matrix cost less than to transpose the result.
-        return (
-            rows[..., 0] @ factor.T
-            if rows.shape[2] == 1
-            else jnp.broadcast_to(factor, (len(rows), *factor.shape)) @ rows
-        )
+        return exactly(jnp.broadcast_to(factor, (len(rows), *factor.shape)), rows)
 
     def on_cpu(x: Array) -> Array:
         # Flat results have one layout. XLA would transpose others for one of the branches.
