@@ -707,8 +707,10 @@ class WritesThroughViews(Function):
         return output
 
     @staticmethod
-    def backward(ctx, gradient):
-        gradient = gradient.clone()
+    def backward(ctx, *gradients):
+        first = gradients[0]
+        first.clamp_(-100, 100)
+        gradient = first.clone()
         columns = gradient.t()
         columns[0] = 5
         column = columns[1]

@@ -243,6 +243,8 @@ class ExpressionRewriter:
         base = viewed(view) if view is not None else None
         if not isinstance(target, ast.Name) or view is None or base is None or self._is_fresh(view):
             return []
+        if not self._is_tensor(base):  # A tuple is rarely read again; if it is, the proof fails.
+            return []
         names = {target.id}
         while name is not None:
             names.add(name.id)
