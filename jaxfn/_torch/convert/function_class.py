@@ -154,7 +154,7 @@ class _ForwardCall(NamedTuple):
 
 
 class _Pinned(threading.local):
-    """The trace of the Function that traced code is applying, if it reads values: those that the code's trace has."""
+    """The trace of the Function that a graph applies, if that read values while the graph was traced."""
 
     traced: TracedForward | None = None
 
@@ -164,15 +164,12 @@ _PINNED = _Pinned()
 
 @contextlib.contextmanager
 def pinning(traced: TracedForward) -> Generator[None]:
-    """Inside, where arrays have no values, a call of the Function uses this trace if it reads values."""
+    """Makes a call of the Function use this trace, if the trace reads values and the call's arrays have none."""
     before, _PINNED.traced = _PINNED.traced, traced if traced.reads else None
     try:
         yield
     finally:
         _PINNED.traced = before
-
-
-_Preview = tuple[TracedForward, bool]
 
 
 class FunctionAdapter:
@@ -321,7 +318,9 @@ class FunctionAdapter:
         traced.backward_error = traced.backward_error or errors.get(_static_identities(traced.arguments))
         return traced
 
-    def preview(self, arguments: FlatTensors, values: tuple[Sequence[Any], Any] | None = None) -> _Preview:
+    def preview(
+        self, arguments: FlatTensors, values: tuple[Sequence[Any], Any] | None = None
+    ) -> tuple[TracedForward, bool]:
         """Traces `forward` for torch tensors; also returns whether it or its backward draws random numbers.
 
         If `forward` reads values, `values` are the arrays of the tensors, and the random key.
