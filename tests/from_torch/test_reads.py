@@ -1142,6 +1142,19 @@ def test_numbers_that_are_stored_or_that_compiled_code_does_not_take_are_read():
             use()
 
 
+@row("H22")
+def test_code_that_compares_types_reads_numbers():
+    def by_type(x: Any) -> Any:
+        n = x.max().item()
+        return x * n if type(n) is float else -x
+
+    F, x = jaxfn.from_torch(simple(by_type, lambda x, g: g)), jnp.array([0.5, 2.0])
+    for values in (x, 3 * x):
+        np.testing.assert_allclose(F.apply(values), by_type(torch.tensor(np.asarray(values))))
+    with pytest.raises(jaxfn.TranslationError, match="as a number"):
+        jax.jit(F.apply)(x)
+
+
 @row("H1")
 def test_a_ref_is_not_an_argument():
     for apply in (jaxfn.from_torch(IfSum).apply, jax.jit(jaxfn.from_torch(AppliesReading, fallback="callback").apply)):

@@ -31,7 +31,7 @@ from jaxfn._torch._compat import (
     without_functions,
 )
 from jaxfn._torch.graph.numbers import TracedNumber, prepare_numbers
-from jaxfn._torch.graph.source_lines import running_line, source_line
+from jaxfn._torch.graph.source_lines import is_user_code, running_frames, running_line, source_line
 from jaxfn._torch.trace import torch_functions
 from jaxfn._torch.trace.autograd_nodes import unwrap_node
 from jaxfn._torch.trace.detach import mark_detached, set_data
@@ -174,7 +174,10 @@ def _type(mode: TorchFunctionInterceptor, func: Any, args: Any, kwargs: Any) -> 
 
 @_handles(torch.Tensor.item)
 def _item(mode: TorchFunctionInterceptor, func: Any, args: Any, kwargs: Any) -> Any:
-    is_element = mode.state.is_traced(args[0]) and args[0].numel() == 1
+    caller = next((x.f_code for x in running_frames() if is_user_code(x.f_code.co_filename)), None)
+    # `type(n)` of a traced number is another class than `float`, so code that may compare it reads the number.
+    compares_types = caller is not None and "type" in caller.co_names
+    is_element = mode.state.is_traced(args[0]) and args[0].numel() == 1 and not compares_types
     number = mode.state.recorder.item(mode.state.lower(args[0]), running_line()) if is_element else None
     return func(*args, **kwargs) if number is None else track(number)
 
