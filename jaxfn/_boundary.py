@@ -72,13 +72,16 @@ class OutputSpec:
         make: Any = getattr(self.container, "_make", self.container)  # a namedtuple's constructor takes no iterable
         return make(values)
 
+    def stop_marked(self, arrays: Sequence[jax.Array]) -> Sequence[jax.Array]:
+        """Returns the array leaves; those that are marked as non-differentiable without a derivative."""
+        marked = self.non_differentiable
+        return [jax.lax.stop_gradient(x) if i in marked else x for i, x in enumerate(arrays)] if marked else arrays
+
     def grad_outputs(
         self, cotangents: Sequence[jax.Array | None], avals: Sequence[Any], materialize: bool
-    ) -> list[Any] | None:
-        """Returns a gradient for each top-level output, in torch's convention; `None` if all of them are zero."""
-        if all(ct is None for ct in cotangents):
-            return None
-        if len(cotangents) == len(self.trees) == 1 and self.trees[0] is ARRAY_SPEC:  # by far the most frequent
+    ) -> list[Any]:
+        """Returns a gradient for each top-level output, in torch's convention."""
+        if len(cotangents) == len(self.trees) == 1 and self.trees[0] is ARRAY_SPEC and cotangents[0] is not None:
             return [conjugate(as_array(cotangents[0]))]
         leaves = iter(
             [
@@ -266,7 +269,7 @@ class _Where(NamedTuple):
 
     def check_real(self, value: jax.Array, aval: Any) -> None:
         """Raises if a value is complex for an array leaf that is real."""
-        if value.dtype.kind == "c" and aval.dtype.kind != "c":
+        if jnp.iscomplexobj(value) and not jnp.issubdtype(aval.dtype, jnp.complexfloating):
             raise self.error("complex", got=value.dtype, expected=aval.dtype)
 
     def match(
@@ -367,7 +370,7 @@ def _cotangent(gradient: Any, aval: Any, is_differentiated: bool, where: _Where)
         is_differentiated
         and isinstance(gradient, jax.Array)
         and jax.typeof(gradient) == aval
-        and aval.dtype.kind == "f"
+        and not jnp.iscomplexobj(gradient)
     ):
         return gradient  # as nearly always
     where.check_array(gradient, aval)

@@ -7,19 +7,18 @@ each defect of JAX that is worked around, and fails once JAX has fixed it.
 from __future__ import annotations
 
 import contextlib
+import copy
 import functools
 import os
-import weakref
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence, Set
-from typing import Any, NamedTuple
+from collections.abc import Callable, Generator, Sequence
+from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
-from jax.core import Tracer, eval_context
+from jax.core import eval_context
 from jax.custom_derivatives import SymbolicZero
 from jax.experimental.layout import Format
-from jax.extend.core import DebugInfo, Jaxpr, Primitive, Var, find_top_trace, set_current_trace
+from jax.extend.core import Jaxpr, Primitive, Var
 from jax.extend.core.primitives import (
     add_jaxvals_p,
     call_p,
@@ -64,296 +63,12 @@ __all__ = [
 register_exclusion(os.path.dirname(__file__) + os.sep)
 
 
-# Traces and tracers
-
-
-def is_differentiating() -> bool:
-    """Whether the current trace is that of a derivative (0.10.0 to 0.12.0)."""
-    return _is_derivative(find_top_trace(()))
-
-
-def staging_traces() -> list[Any]:
-    """Returns the traces that stage to jaxprs here, the innermost first: none outside `jit` (0.10.0 to 0.12.0)."""
-    found: list[Any] = []
-    trace: Any = find_top_trace(())
-    while trace is not None:
-        if hasattr(trace, "frame"):
-            found.append(trace)
-        trace = getattr(trace, "parent_trace", None)
-    return found
-
-
-class StagedEqns:
-    """The eqns that JAX stages from now on (0.10.0 to 0.12.0)."""
-
-    def __init__(self) -> None:
-        self._frames: list[tuple[Any, int]] = []
-        self.program: weakref.ref[Any] | None = None  # what stages the innermost of them
-        trace: Any = find_top_trace(())
-        while trace is not None:
-            for own in (trace, getattr(trace, "tangent_trace", None)):  # tangents of reverse mode too
-                frame = getattr(own, "frame", None)
-                if frame is not None:
-                    self._frames.append((frame, len(frame.tracing_eqns)))
-                    if own is trace and self.program is None:
-                        self.program = weakref.ref(trace)
-            trace = getattr(trace, "parent_trace", None)
-
-    def make_refs(self) -> bool:
-        """Whether one of them makes a `jax.Ref`."""
-        for frame in self._frames:
-            for eqn in _eqns_backwards(*frame):
-                if eqn.effects and any(type(x).__name__ == "InternalMutableArrayEffect" for x in eqn.effects):
-                    return True
-        return False
-
-    def operations(self) -> Operations:
-        """Returns their primitives, jaxprs and operands: the values of constants, the variables of others."""
-        parts: list[Any] = []
-        for frame, first in self._frames:
-            consts = frame.constvar_to_val
-            for eqn in _eqns_backwards(frame, first):
-                parts.append(eqn.primitive)
-                for tracer in operands_of(eqn):
-                    atom = tracer.val
-                    parts.append(consts.get(atom, atom) if isinstance(atom, Var) else atom)
-                for value in eqn.params.values():
-                    values = value if isinstance(value, tuple) else (value,)
-                    parts += [x for x in values if hasattr(x, "eqns")]
-        trace: Any = find_top_trace(())
-        while not (hasattr(trace, "frame") or hasattr(trace, "to_batch_info")) and hasattr(trace, "parent_trace"):
-            trace = trace.parent_trace
-        return Operations(parts, hasattr(trace, "to_batch_info"))
-
-
-class Operations(NamedTuple):
-    """Primitives, jaxprs and operands of eqns that were staged."""
-
-    parts: Sequence[Any]
-    are_batched: bool
-
-
-NO_OPERATIONS = Operations((), False)
-
-
-def under_tracers(array: Any) -> Any:
-    """Returns the array under tracers of derivatives and vmaps, the variable of a staged one (0.10.0 to 0.12.0)."""
-    while isinstance(array, Tracer):
-        array = getattr(array, "primal", getattr(array, "val", None))
-    return getattr(array, "val", array)  # of a literal
-
-
-def outside_derivatives() -> contextlib.AbstractContextManager[None]:
-    """Makes the innermost trace that is not a derivative's the current one (0.10.0 to 0.12.0)."""
-    trace: Any = find_top_trace(())
-    while _is_derivative(trace):
-        trace = trace.parent_trace
-    return set_current_trace(trace)
-
-
-def _is_derivative(trace: Any) -> bool:
-    # The trace of jax.linearize and of reverse mode has no public name.
-    return isinstance(trace, ad.JVPTrace) or hasattr(trace, "tangent_trace")
-
-
-def is_staged(array: object) -> bool:
-    """Whether an array is a value of a jaxpr that is being traced (0.10.0 to 0.12.0)."""
-    return isinstance(array, partial_eval.DynamicJaxprTracer)
-
-
-def traced_eqns() -> Iterator[Any]:
-    """Yields the eqns of the jaxpr that is being traced, from the last one, or nothing without one (0.10.0 to 0.12.0).
-
-    The operands of most of them are tracers.
-    """
-    return next(traced_eqns_of_each(), iter(()))
-
-
-def traced_eqns_of_each() -> Iterator[Iterator[Any]]:
-    """Yields the eqns of each jaxpr that is being traced, from the innermost one (0.10.0 to 0.12.0)."""
-    return (_eqns_backwards(trace.frame) for trace in staging_traces())
-
-
-def _eqns_backwards(frame: Any, first: int = 0) -> Iterator[Any]:
-    entries = frame.tracing_eqns
-    for index in range(len(entries) - 1, first - 1, -1):
-        entry = entries[index]
-        eqn = entry() if callable(entry) else entry  # functions (0.10.0) or weak references (both versions)
-        if eqn is not None:
-            yield eqn
-
-
-def depend_on_only(results: Sequence[Any], known: Set[Var]) -> bool:
-    """Whether results surely depend on these variables and on concrete constants only (0.10.0 to 0.12.0)."""
-    pending = variables_under_tracers(results) - known
-    traces = staging_traces()
-    if not (pending and traces):
-        return not pending
-    frame = traces[0].frame
-    consts = frame.constvar_to_val
-    for eqn in _eqns_backwards(frame):
-        if not pending.isdisjoint(eqn.outvars):
-            pending.difference_update(eqn.outvars)
-            for v in (x.val for x in operands_of(eqn)):
-                if type(v) is Var and v not in known and (v not in consts or isinstance(consts[v], Tracer)):
-                    pending.add(v)
-            if not pending:
-                break
-    return not pending
-
-
-def variables_under_tracers(arrays: Iterable[Any], *, and_tangents: bool = False) -> set[Var]:
-    """Returns the variables of the staged arrays among these, under tracers of derivatives and vmaps too.
-
-    (0.10.0 to 0.12.0)
-
-    Args:
-      arrays: The arrays.
-      and_tangents: Whether to add the variables of their tangents.
-    """
-    kind = partial_eval.DynamicJaxprTracer
-    found: set[Var] = set()
-    pending = list(arrays)
-    while pending:
-        tracer: Any = pending.pop()
-        if type(tracer) is kind:
-            if type(tracer.val) is Var:
-                found.add(tracer.val)
-        elif isinstance(tracer, Tracer):
-            if has_tangent(tracer):
-                pending += [tracer.primal, tracer.tangent] if and_tangents else [tracer.primal]
-            else:
-                pending.append(getattr(tracer, "val", None))
-    return found
-
-
-def operands_of(eqn: Any) -> Sequence[Any]:
-    """Returns the tracers of an eqn of a jaxpr that is being traced, where it has them (0.10.0 to 0.12.0)."""
-    return getattr(eqn, "in_tracers", ())
-
-
-def constant_of(array: Any) -> Any:
-    """Returns the value of a staged array that is a const of its jaxpr, `None` for others (0.10.0 to 0.12.0)."""
-    value = array.full_lower()
-    return None if value is array else value
-
-
-def has_escaped(array: Any) -> bool:
-    """Whether an array is a tracer of a jaxpr that is surely not being traced any more (0.10.0 to 0.12.0)."""
-    variable = staged_atom(array)
-    if not is_staged(array) or not isinstance(variable, Var):
-        return False
-    trace: Any = find_top_trace(())
-    while trace is not None:
-        for frame in (getattr(own, "frame", None) for own in (trace, getattr(trace, "tangent_trace", None))):
-            if frame is not None:
-                if any(v is variable for v in (*frame.constvar_to_val, *frame.invars)):
-                    return False
-                if any(v is variable for eqn in _eqns_backwards(frame) for v in eqn.outvars):
-                    return False
-        if not hasattr(trace, "parent_trace"):
-            return True
-        trace = trace.parent_trace
-    return False  # in `shard_map` the enclosing trace is unknown
-
-
-def staged_under(array: Any) -> Any:
-    """Returns the array under the tracers of derivatives and of `jax.vmap` (0.10.0 to 0.12.0)."""
-    while isinstance(array, Tracer) and not is_staged(array):
-        tracer: Any = array
-        under = tracer.primal if has_tangent(tracer) else getattr(tracer, "val", None)
-        if under is None:
-            break
-        array = under
-    return array
-
-
-def staged_atom(array: Any) -> Any:
-    """Returns the variable or literal of a staged array, and anything else unchanged (0.10.0 to 0.12.0)."""
-    return array.val if is_staged(array) else array
-
-
-def value_under_vmaps(array: Any) -> tuple[Any, tuple[Any, ...]]:
-    """Returns the variable or array under the tracers of `jax.vmap`, and its axis at each level (0.10.0 to 0.12.0)."""
-    dims: list[Any] = []
-    trace: Any = find_top_trace(())
-    while hasattr(trace, "parent_trace") and not hasattr(trace, "frame"):
-        if hasattr(trace, "to_batch_info"):
-            array, dim = trace.to_batch_info(array)
-            dims.append(dim)
-        trace = trace.parent_trace
-    return staged_atom(array), tuple(dims)
-
-
-def is_concrete(array: Any) -> bool:
-    """Whether an array has values under the tracers of derivatives and of `jax.vmap` (0.10.0 to 0.12.0)."""
-    while isinstance(array, Tracer):
-        tracer: Any = array
-        if not (has_tangent(tracer) or hasattr(tracer, "batch_dim")):
-            return False
-        array = tracer.primal if has_tangent(tracer) else tracer.val
-    return not isinstance(array, jax.ShapeDtypeStruct)
-
-
-def elements_under_vmaps(array: Any) -> np.ndarray[Any, Any]:
-    """Returns the values of a concrete array for all elements of batches, along the first axis (0.10.0 to 0.12.0)."""
-    if has_tangent(array):
-        return elements_under_vmaps(array.primal)
-    if not isinstance(array, Tracer):
-        return np.asarray(array)[None]
-    tracer: Any = array
-    values = elements_under_vmaps(tracer.val)
-    if not isinstance(tracer.batch_dim, int):  # the same for all
-        return values
-    return np.moveaxis(values, tracer.batch_dim + 1, 1).reshape(-1, *tracer.shape)
-
-
-def has_tangent(array: object) -> bool:
-    """Whether an array is itself a tracer of a derivative, not only wraps one (0.10.0 to 0.12.0)."""
-    return _is_derivative_tracer(type(array))
-
-
-@functools.lru_cache
-def _is_derivative_tracer(kind: type) -> bool:
-    return issubclass(kind, Tracer) and hasattr(kind, "tangent")
-
-
-def without_tangent(array: Any) -> Any:
-    """Returns the array under the tracers of derivatives (0.10.0 to 0.12.0).
-
-    `jax.lax.stop_gradient` returns an equal one, at the cost of a whole linearization.
-    """
-    while has_tangent(array):
-        array = array.primal
-    return array
-
-
-def derivative_order(array: Any) -> int:
-    """Returns how many derivatives are being taken with respect to an array, under vmaps too (0.10.0 to 0.12.0)."""
-    order = 0
-    while isinstance(array, Tracer):
-        if _is_derivative_tracer(type(array)):
-            tracer: Any = array
-            order += not isinstance(tracer.tangent, ad.Zero) and _is_inexact(tracer.dtype)
-            array = tracer.primal
-        else:
-            array = getattr(array, "val", None)  # a tracer of vmap; that of a jaxpr has a variable there
-    return order
-
-
-@functools.lru_cache
-def _is_inexact(dtype: Any) -> bool:
-    return jnp.issubdtype(dtype, jnp.inexact)
-
-
 def is_ref(value: Any) -> bool:
     """Whether an array leaf is a mutable reference, concrete or traced (0.10.0 to 0.12.0)."""
     return isinstance(jax.typeof(value), AbstractRef)  # quicker than isinstance(value, jax.Ref)
 
 
 # Primitives
-
-_DEBUG_INFO = DebugInfo("custom derivative", "a jaxfn Function", None, None)
 
 
 class VmapAxis:
@@ -402,122 +117,16 @@ class VmapAxis:
         return functools.partial(mapped, None if is_batched else np.zeros(self.size, bool))
 
 
-class _OwningPrimitive(Primitive):
-    """A primitive whose params are freed with their eqns, and which may have a rule for `jax.linearize`.
+def new_owner() -> Jaxpr:
+    """Returns an empty jaxpr, a param of an eqn with other params that JAX would not free with it (0.10.0 to 0.12.0).
 
-    JAX caches the types of results by the params of the eqn, and drops an entry early only when a jaxpr among them is
-    freed (0.10.0 to 0.12.0). So the params include an empty jaxpr.
+    JAX caches the types of an eqn's results by its params, and drops an entry early only if a jaxpr among these is
+    freed.
     """
-
-    linearize: Callable[..., Any] | None = None
-
-    def bind(self, *args: Any, **params: Any) -> Any:
-        trace: Any = find_top_trace(())
-        if self.linearize is not None and hasattr(trace, "tangent_trace"):
-            results = self._bind_linearized(self.linearize, trace, args, params)
-            if results is not None:
-                return results
-        return super().bind(*args, **_with_owner(params))
-
-    def _bind_linearized(
-        self, linearize: Callable[..., Any], trace: Any, args: Sequence[Any], params: dict[str, Any]
-    ) -> Sequence[Any] | None:
-        """Returns tracers of the results and their tangents, as a trace of `jax.linearize` makes them by such a rule.
-
-        JAX's table of these rules is not public. Without a rule it traces the JVP rule to a jaxpr (0.10.0 to 0.12.0).
-        """
-        pairs = [trace.to_primal_tangent_pair(x) if has_tangent(x) else (x, None) for x in args]
-        primals, tangents = [x for x, _ in pairs], [_nonzero(t) for _, t in pairs]
-        perturbed = [t is not None for t in tangents]
-        with set_current_trace(trace.parent_trace):
-            if not any(perturbed):
-                return self.bind(*primals, **params)
-            linearized = linearize(primals, perturbed, **params)
-        if linearized is None:
-            return None
-        results, push = linearized
-        with set_current_trace(trace.tangent_trace):
-            pushed = push(tangents)
-        tracer = type(args[perturbed.index(True)])
-        return [x if t is None else tracer(trace, x, t) for x, t in zip(results, pushed, strict=True)]
+    return copy.copy(_NO_EQNS)
 
 
-def _with_owner(params: dict[str, Any]) -> dict[str, Any]:
-    return {"owner": Jaxpr((), (), (), (), frozenset(), _DEBUG_INFO), **params} if params else params
-
-
-def _without_owner(function: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(function)
-    def call(*args: Any, owner: Any = None, **params: Any) -> Any:
-        return function(*args, **params)
-
-    return call
-
-
-class PartialEvaluation:
-    """One use of a primitive where some operands have no value, as under `jax.linear_transpose` (0.10.0 to 0.12.0).
-
-    JAX stages what depends on these operands to a jaxpr, and transposes it, but evaluates that of the body of a loop.
-    So the jaxpr has to be right for both.
-    """
-
-    def __init__(self, trace: Any, primitive: Primitive) -> None:
-        self._trace = trace
-        self._primitive = primitive
-
-    def has_value(self, operand: Any) -> bool:
-        """Whether an operand has a value."""
-        return operand.is_known()
-
-    def bind(self, operands: Sequence[Any], **params: Any) -> list[Any]:
-        """Applies the primitive; the results have values if all operands do."""
-        return self._trace.default_process_primitive(self._primitive, operands, _with_owner(params))
-
-    def enclose(self, arrays: Sequence[Any], after: Primitive) -> list[Any]:
-        """Returns arrays without a value, computed by one `jit` eqn.
-
-        Backward passes skip that eqn if no cotangent reaches it. They look up a rule for any other eqn even then.
-
-        Args:
-          arrays: The arrays.
-          after: The primitive from whose results the enclosed operations compute the arrays.
-        """
-        eqns: dict[int, Any] = {}
-        pending = list(arrays)
-        while pending:
-            eqn = pending.pop().recipe
-            if hasattr(eqn, "primitive") and eqn.eqn_id not in eqns:
-                eqns[eqn.eqn_id] = eqn
-                pending += eqn.in_tracers
-        inside: set[int] = set()
-        computed: set[int] = set()
-        steps: list[tuple[Any, list[int], list[int]]] = []
-        operands: dict[int, Any] = {}
-        for _, eqn in sorted(eqns.items()):
-            results = [id(reference()) for reference in eqn.out_tracer_refs]
-            is_pure = all(type(effect).__name__ == "NamedAxisEffect" for effect in eqn.effects)
-            if eqn.primitive is after:
-                inside.update(results)
-            elif is_pure and any(id(x) in inside for x in eqn.in_tracers):
-                inside.update(results)
-                operands.update((id(x), x) for x in eqn.in_tracers if id(x) not in computed)
-                computed.update(results)
-                steps.append((eqn._replace(in_tracers=(), out_tracer_refs=()), list(map(id, eqn.in_tracers)), results))
-        enclosed = [i for i, x in enumerate(arrays) if id(x) in computed]
-        names = list(map(id, arrays))
-
-        def forward(*values: Any) -> list[Any]:
-            env = dict(zip(operands, values, strict=True))
-            for eqn, inputs, results in steps:
-                env.update(zip(results, eval_eqn(eqn, [env[name] for name in inputs]), strict=True))
-            return [env[names[i]] for i in enclosed]
-
-        found = list(arrays)
-        if [eqn.primitive for eqn, _, _ in steps] not in ([], [jit_p]):
-            with set_current_trace(self._trace):
-                for i, x in zip(enclosed, jax.jit(forward)(*operands.values()), strict=True):
-                    found[i] = x
-        return found
+_NO_EQNS = jax.make_jaxpr(lambda: ())().jaxpr
 
 
 def make_primitive(
@@ -527,10 +136,7 @@ def make_primitive(
     jvp: Callable[..., tuple[Sequence[Any], Sequence[Any]]],
     batch: Callable[..., tuple[Sequence[Any], Sequence[int | None]]],
     avals: Callable[..., Sequence[Any]] | None = None,
-    linearize: Callable[..., tuple[Sequence[Any], Callable[..., Sequence[Any]]] | None] | None = None,
     transpose: Callable[..., Sequence[Any]] | None = None,
-    drop_results: Callable[..., tuple[Sequence[bool], Sequence[bool], dict[str, Any]]] | None = None,
-    evaluate_partially: Callable[..., Sequence[Any]] | None = None,
     partial_eval_in_checkpoint: Callable[..., Any] | None = None,
     on_transpose_error: Callable[[Exception], None] | None = None,
     may_use_axis_names: bool = False,
@@ -547,26 +153,17 @@ def make_primitive(
       batch: `batch(axis, operands, dims, **params)` returns the results and the axis of the batch in each. Called only
         where an operand is batched, or where collectives may use the axis by its name.
       avals: Returns the types of the results. Default: `evaluate`, for identities.
-      linearize: `linearize(primals, perturbed, **params)` returns the results, and the function from tangents of the
-        operands to tangents of the results; or `None` if only `jvp` can tell. Default: `jvp`.
       transpose: `transpose(cotangents, *operands, **params)`, with `None` for the linear operands, returns a cotangent
         for each operand.
-      drop_results: `drop_results(used, num_operands, **params)`, where not all results are used, returns which results
-        and operands stay, and the params then. Default: all stay.
-      evaluate_partially: `evaluate_partially(use, operands, **params)`, with a `PartialEvaluation`, returns the
-        results where some operands have no value. Default: the results have none.
       partial_eval_in_checkpoint: JAX's rule for `jax.checkpoint`. Default: JAX's own.
       on_transpose_error: Called with an exception that `transpose` raises.
       may_use_axis_names: Whether the primitive runs user code, which may use the names of vmap axes.
       lower_as_function: Whether `evaluate` is traced to be lowered. Otherwise it is an identity.
     """
-    evaluate, jvp, batch = map(_without_owner, (evaluate, jvp, batch))
-    avals = _without_owner(avals or evaluate)
-    primitive = _OwningPrimitive(name)
+    primitive = Primitive(name)
     primitive.multiple_results = True
-    primitive.linearize = linearize and _without_owner(linearize)
     primitive.def_impl(evaluate)
-    primitive.def_abstract_eval(avals)
+    primitive.def_abstract_eval(avals or evaluate)
 
     def lower(_ctx: Any, *operands: Any, **params: Any) -> list[Any]:
         return evaluate(*operands, **params)
@@ -593,7 +190,6 @@ def make_primitive(
     batching.fancy_primitive_batchers[primitive] = batch_rule
 
     if transpose is not None:
-        rule = _without_owner(transpose)
 
         def transpose_rule(cotangents: Sequence[Any], *operands: Any, **params: Any) -> list[Any]:
             cts = [None if isinstance(ct, ad.Zero) else ct for ct in cotangents]
@@ -601,7 +197,7 @@ def make_primitive(
             returned: Sequence[Any] = [None] * len(operands)
             if any(ct is not None for ct in cts):
                 try:
-                    returned = rule(cts, *known, **params)
+                    returned = transpose(cts, *known, **params)
                 except Exception as error:
                     if on_transpose_error is not None:
                         on_transpose_error(error)
@@ -614,32 +210,6 @@ def make_primitive(
 
         ad.primitive_transposes[primitive] = transpose_rule
 
-    if drop_results is not None:
-        drop = _without_owner(drop_results)
-
-        def dce_rule(used: Sequence[bool], *rest: Any) -> tuple[list[bool], Any]:
-            eqn = rest[-1]  # 0.12.0 also passes, before it, which operands are still read
-            if all(used):
-                return [True] * len(eqn.invars), eqn
-            if not any(used):
-                return [False] * len(eqn.invars), None
-            results, operands, params = drop(used, len(eqn.invars), **eqn.params)
-            invars, outvars = (
-                [v for v, stays in zip(atoms, flags, strict=True) if stays]
-                for atoms, flags in ((eqn.invars, operands), (eqn.outvars, results))
-            )
-            return list(operands), eqn.replace(invars=invars, outvars=outvars, params=_with_owner(params))
-
-        partial_eval.dce_rules[primitive] = dce_rule
-
-    if evaluate_partially is not None:
-        split = _without_owner(evaluate_partially)
-
-        def partial_eval_rule(trace: Any, *tracers: Any, **params: Any) -> Sequence[Any]:
-            return split(PartialEvaluation(trace, primitive), tracers, **params)
-
-        partial_eval.custom_partial_eval_rules[primitive] = partial_eval_rule
-
     if partial_eval_in_checkpoint is not None:
         partial_eval.partial_eval_jaxpr_custom_rules[primitive] = partial_eval_in_checkpoint
     return primitive
@@ -648,11 +218,6 @@ def make_primitive(
 def _nonzero(tangent: Any) -> Any:
     """Returns `None` for a tangent that is symbolically zero, or of an array that has no derivative."""
     return None if isinstance(tangent, ad.Zero) or getattr(tangent, "dtype", None) == jax.float0 else tangent
-
-
-def copy_array(array: Any) -> jax.Array:
-    """Returns a copy, in half of the time of `jnp.array(array, copy=True)` (0.10.0 to 0.12.0)."""
-    return jax.lax.copy_p.bind(array)
 
 
 def has_transpose(primitive: Primitive) -> bool:
@@ -796,11 +361,6 @@ def manual_axes(eqn: Any) -> frozenset[str]:
     """Returns the mesh axes of a `shard_map` eqn that are manual inside (0.10.0, and under another name 0.12.0)."""
     params = eqn.params
     return params["manual_axes"] if "manual_axes" in params else params["newly_manual_axes"]
-
-
-def manual_axes_here() -> Sequence[str]:
-    """Returns the mesh axes that are manual in the current context, as inside `shard_map` (0.10.0 to 0.12.0)."""
-    return jax.sharding.get_abstract_mesh().manual_axes
 
 
 def varying_axes(aval: Any) -> frozenset[str]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import types
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import lru_cache
@@ -181,10 +180,7 @@ def show_signature(apply: Callable[..., Any]) -> None:
         with suppress(RuntimeError, TypeError, ValueError):  # no forward yet, or one that a call will reject
             methods, _ = dispatcher.methods_and_cache()
             vars(apply)["__signature__"] = methods.signature.signature
-            forward = dispatcher.searchable_parts()[0]
-            if isinstance(forward, types.FunctionType):
-                code, scope, closure = forward.__code__, forward.__globals__, forward.__closure__
-                vars(apply)["__wrapped__"] = types.FunctionType(code, scope, apply.__name__, None, closure)
+            methods.show_source(apply)
 
 
 class _Dispatcher(Opaque):

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import jax
 
 from jaxfn._compat import memory_space
-from jaxfn._primitives import DeferredError, Rule, attach, stop
+from jaxfn._primitives import DeferredError, guard
 from jaxfn._tree import ARRAY_SPEC, TreeSpec, as_array, flatten, is_array_leaf, is_inexact, is_traced
 
 
@@ -163,7 +163,7 @@ class PackedResiduals(NamedTuple):
         ]
 
     def _unpack_one(self, leaves: Sequence[Any], tree: TreeSpec) -> Any:
-        array = self.hooks.unpack(tree.unflatten(iter(stop(leaves))))
+        array = self.hooks.unpack(tree.unflatten(iter(map(jax.lax.stop_gradient, leaves))))
         if not is_array_leaf(array):
             raise TypeError(
                 f"{self.function}: the unpack_hook of saved_tensors_hooks returned a {type(array).__name__}; expected "
@@ -180,7 +180,7 @@ def pack(
     packed: list[Any] = []
     for is_packed, residual in zip(are_packed, residuals, strict=True):
         if is_packed:
-            leaves, tree = flatten(hooks.pack(as_array(*stop([residual]))))
+            leaves, tree = flatten(hooks.pack(as_array(jax.lax.stop_gradient(residual))))
             packed += _with_derivative_of([residual], list(map(as_array, leaves)), function)
         else:
             packed.append(residual)
@@ -202,21 +202,19 @@ def _with_derivative_of(sources: Sequence[Any], results: list[Any], function: st
         "than one floating array of its shape, which has no derivative. Differentiate twice without the hooks, or let "
         "pack_hook return such an array.",
     )
-    return attach(results, (), sources, _CAST if is_like else error)
+    return [_cast(results[0], sources[0])] if is_like else guard(results, sources, error)
 
 
-class _Cast(Rule):
-    """The derivative of a hook that changes nothing but dtype and memory space."""
-
-    def __call__(
-        self, outputs: Sequence[Any], res: Sequence[Any], inputs: Sequence[Any], tangents: Sequence[Any]
-    ) -> tuple[Sequence[Any], Sequence[Any]]:
-        (source,), (tangent,) = inputs, tangents
-        tangent = tangent.astype(outputs[0].dtype)
-        here, there = memory_space(source), memory_space(outputs[0])
-        if here != there:
-            tangent = jax.device_put(tangent, there, src=here)  # its transpose moves back to src
-        return attach(outputs, (), inputs, self), [tangent]
+@jax.custom_jvp
+def _cast(result: jax.Array, source: jax.Array) -> jax.Array:
+    """Returns the result of a hook that changes nothing but dtype and memory space, with that derivative."""
+    return result
 
 
-_CAST = _Cast()
+@_cast.defjvp
+def _(primals: Any, tangents: Any) -> tuple[jax.Array, jax.Array]:
+    (result, source), tangent = primals, tangents[1].astype(primals[0].dtype)
+    here, there = memory_space(source), memory_space(result)
+    if here != there:
+        tangent = jax.device_put(tangent, there, src=here)  # its transpose moves back to src
+    return _cast(result, source), tangent

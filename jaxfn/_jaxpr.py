@@ -5,7 +5,6 @@
     subjaxprs           the jaxprs that an eqn runs, and how their variables are bound to the eqn's
     all_eqns            every eqn of a jaxpr and of the jaxprs in it
     eval_jaxpr_with     the outputs, with a function that evaluates each eqn
-    StagedFunction      a function as a jaxpr, evaluated without running its Python code again
     needed_eqns         the eqns and the variables that outputs depend on; dependent_eqns: that depend on variables
     unchanged_operand   the operand that an eqn returns unchanged; ArrayIdentity: which arrays are one by such eqns
 
@@ -14,8 +13,7 @@ Tables hold a primitive by its identity, or by its name where no public module o
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from functools import partial
 from operator import attrgetter
 from typing import Any, NamedTuple, TypeVar
@@ -24,13 +22,11 @@ from weakref import WeakKeyDictionary
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.core import eval_jaxpr
+from jax.core import Tracer
 
 from jaxfn._compat import (
     AbstractRef,
-    Operations,
     Primitive,
-    Var,
     call_p,
     closed_call_p,
     custom_jvp_call_p,
@@ -42,11 +38,9 @@ from jaxfn._compat import (
     name_p,
     remat_p,
     scan_sizes,
-    traced_eqns,
-    under_tracers,
-    value_under_vmaps,
     while_sizes,
 )
+from jaxfn._traces import producer, variable, without_vmaps
 
 _V = TypeVar("_V")
 
@@ -96,11 +90,11 @@ def all_eqns(jaxpr: Any) -> Iterator[Any]:
 
 
 def is_reverse_only(eqn: Any) -> bool:
-    """Whether an eqn computes the tangents of a `jax.custom_vjp`, or of a Function with backward alone.
+    """Whether an eqn computes the tangents of a `jax.custom_vjp`, as of a Function with backward alone.
 
     `jax.jvp` of these can be traced, and raises when this eqn is evaluated.
     """
-    return eqn.primitive is custom_lin_p or getattr(eqn.params.get("linear_map"), "is_reverse_only", False)
+    return eqn.primitive is custom_lin_p
 
 
 class SubJaxpr(NamedTuple):
@@ -265,82 +259,18 @@ def needed_eqns(jaxpr: Any, outputs: Sequence[Any]) -> tuple[list[Any], set[Any]
         touches_ref = any(is_variable(v) and v in needed and isinstance(v.aval, AbstractRef) for v in eqn.invars)
         if touches_ref or not needed.isdisjoint(eqn.outvars):
             eqns.append(eqn)
-            needed |= set(filter(is_variable, _needed_operands(eqn)))
+            needed |= {v for v in (eqn.invars[i] for i in _needed_operands(eqn)) if is_variable(v)}
     return eqns[::-1], needed
 
 
-def _needed_operands(eqn: Any) -> Sequence[Any]:
-    """Returns the operands that the results depend on. A custom derivative may have others, for its rule alone."""
+def _needed_operands(eqn: Any, results: Collection[int] | None = None) -> Sequence[int]:
+    """Returns which operands some results of an eqn depend on, by default all. A rule may have others for itself."""
     inner = subjaxprs(eqn)
     if eqn.effects or len(inner) != 1 or inner[0].carried:
-        return eqn.invars
-    _, needed = needed_eqns(inner[0].jaxpr, inner[0].jaxpr.outvars)
-    return [eqn.invars[i] for v, i in zip(inner[0].jaxpr.invars, inner[0].operands, strict=True) if v in needed]
-
-
-class StagedFunction:
-    """The jaxpr of a function of arrays that returns two lists of arrays, evaluated without running its Python again.
-
-    Args:
-      jaxpr: The jaxpr.
-      num_first: The length of the first list.
-    """
-
-    def __init__(self, jaxpr: Any, num_first: int) -> None:
-        self._jaxpr = jaxpr
-        self._num_first = num_first
-
-    def has_operations_among(self, operations: Operations, consts: Sequence[Any]) -> bool:
-        """Whether all operations and constants are among earlier ones."""
-        known, used = Counter(_operation_keys(operations.parts)), Counter(_operation_keys([self._jaxpr, *consts]))
-        for key, count in used.items():
-            if isinstance(key, Primitive):
-                # Batching rules may replace operations that are not elementwise.
-                if known[key] < count and (not operations.are_batched or key in _ELEMENTWISE):
-                    return False
-            elif key not in known:
-                return False
-        return True
-
-    def evaluate(self, consts: Sequence[Any], arrays: Sequence[Any]) -> tuple[list[Any], list[Any]]:
-        """Returns both lists."""
-        results = self._eval(self._jaxpr, consts, arrays)
-        return results[: self._num_first], results[self._num_first :]
-
-    def evaluate_second(self, consts: Sequence[Any], arrays: Sequence[Any]) -> list[Any]:
-        """Returns the second list, without the eqns that only the first list needs."""
-        outputs = self._jaxpr.outvars[self._num_first :]
-        eqns, _ = needed_eqns(self._jaxpr, outputs)
-        return self._eval(self._jaxpr.replace(eqns=eqns, outvars=outputs), consts, arrays)
-
-    def used_constants(self, consts: Sequence[Any]) -> list[Any]:
-        """Returns the consts and the literals that the outputs depend on."""
-        eqns, needed = needed_eqns(self._jaxpr, self._jaxpr.outvars)
-        atoms = [atom for eqn in eqns for atom in eqn.invars] + list(self._jaxpr.outvars)
-        literals = [atom.val for atom in atoms if not is_variable(atom)]
-        return [x for v, x in zip(self._jaxpr.constvars, consts, strict=True) if v in needed] + literals
-
-    def _eval(self, jaxpr: Any, consts: Sequence[Any], arrays: Sequence[Any]) -> list[Any]:
-        results = eval_jaxpr(jaxpr, consts, *arrays)
-        return [  # literals come out as Python and NumPy numbers
-            x if is_variable(atom) else jnp.asarray(x, atom.aval.dtype)
-            for x, atom in zip(results, jaxpr.outvars, strict=True)
-        ]
-
-
-def stage(
-    function: Callable[..., tuple[Sequence[Any], Sequence[Any]]], arrays: Sequence[Any]
-) -> tuple[StagedFunction, list[Any]]:
-    """Traces a function to a jaxpr; returns it and its consts, which are the arrays that the function captures."""
-    sizes: list[int] = []
-
-    def flat(*arrays: Any) -> list[Any]:
-        first, second = function(*arrays)
-        sizes.append(len(first))
-        return [*first, *second]
-
-    closed = jax.make_jaxpr(flat)(*arrays)
-    return StagedFunction(closed.jaxpr, sizes[0]), list(closed.consts)
+        return range(len(eqn.invars))
+    outvars = [v for i, v in enumerate(inner[0].jaxpr.outvars) if results is None or i in results]
+    _, needed = needed_eqns(inner[0].jaxpr, outvars)
+    return [i for v, i in zip(inner[0].jaxpr.invars, inner[0].operands, strict=True) if v in needed]
 
 
 def dependent_eqns(jaxpr: Any, variables: Sequence[Any]) -> tuple[list[Any], set[Any]]:
@@ -387,27 +317,31 @@ def unchanged_operand(eqn: Any, result: int) -> int | None:
     return next((i for i, v in enumerate(jaxpr.invars) if v is atom), None)
 
 
-def _operation_keys(parts: Iterable[Any]) -> Iterator[Hashable]:
-    """Yields the primitives in jaxprs, and what identifies constants and operands: bytes, or the variable itself."""
-    for part in map(under_tracers, parts):
-        if isinstance(part, (Primitive, Var)):
-            yield part
-        elif hasattr(part, "eqns"):
-            jaxpr, consts = open_jaxpr(part)
-            literals = [v for eqn in jaxpr.eqns for v in eqn.invars if not is_variable(v)]
-            yield from _operation_keys([*consts, *literals, *(eqn.primitive for eqn in jaxpr.eqns)])
-            yield from _operation_keys(x for eqn in jaxpr.eqns for x in jaxprs_in_params(eqn))
-        else:
-            with jax.ensure_compile_time_eval():
-                is_key = jnp.issubdtype(jax.dtypes.result_type(part), jax.dtypes.extended)
-                array = np.asarray(jax.random.key_data(part) if is_key else part)
-            yield array.dtype, array.tobytes()
+def same_program(a: Any, b: Any) -> bool:
+    """Whether two jaxprs have the same operations and constants, in the same order."""
+    parts: list[list[Any]] = []
+    for jaxpr, consts in (open_jaxpr(a), open_jaxpr(b)):
+        atoms = [*(atom for eqn in jaxpr.eqns for atom in eqn.invars), *jaxpr.outvars]
+        literals = [atom.val for atom in atoms if not is_variable(atom)]
+        inner = [jaxpr for eqn in jaxpr.eqns for jaxpr in jaxprs_in_params(eqn)]
+        parts.append([[eqn.primitive for eqn in jaxpr.eqns], [*consts, *literals], inner])
+    (operations, constants, inner), (others, other_constants, other_inner) = parts
+    return (
+        operations == others
+        and (len(constants), len(inner)) == (len(other_constants), len(other_inner))
+        and all(map(_are_equal, constants, other_constants))
+        and all(map(same_program, inner, other_inner))
+    )
 
 
-_ELEMENTWISE = primitives("""
-abs acos acosh add asin asinh atan atan2 atanh bessel_i0e cbrt ceil cos cosh digamma div erf erf_inv erfc exp exp2 expm1
-floor integer_pow lgamma log log1p logistic max min mul neg pow rem round rsqrt sign sin sinh sqrt square sub tan tanh
-""")
+def _are_equal(a: Any, b: Any) -> bool:
+    """Whether two constants of jaxprs are one object or have equal values."""
+    if a is b or isinstance(a, Tracer) or isinstance(b, Tracer):
+        return a is b
+    if jnp.issubdtype(jax.dtypes.result_type(a), jax.dtypes.prng_key):
+        a, b = jax.random.key_data(a), jax.random.key_data(b)
+    with jax.ensure_compile_time_eval():
+        return np.array_equal(np.asarray(a), np.asarray(b), equal_nan=np.asarray(a).dtype.kind in "fc")
 
 
 class ArrayIdentity:
@@ -421,30 +355,45 @@ class ArrayIdentity:
     """
 
     def __init__(self, inputs: Sequence[Any]) -> None:
-        self._inputs = {self._value_key(x) for x in inputs}
-        self._eqns = traced_eqns()
-        self._producers: dict[Any, tuple[Any, int]] = {}  # of the eqns read so far, from the last one
+        self._inputs = {variable(without_vmaps(x)[0]) for x in inputs}
 
     def key(self, array: Any) -> Hashable:
         """Returns a key that is equal for identical arrays."""
-        key = self._value_key(array)
-        while key not in self._inputs:
-            variable, dims = key
-            producer = self._producer(variable) if isinstance(variable, Var) else None
-            operand = None if producer is None else unchanged_operand(*producer)
-            if producer is None or operand is None:
+        array, axes = without_vmaps(array)
+        while (found := variable(array)) is not None and found not in self._inputs:
+            made = producer(array)
+            operand = None if made is None else unchanged_operand(*made)
+            if made is None or operand is None:
                 break
-            key = self._value_key(producer[0].invars[operand])[0], dims
-        return key
+            array = made[0].invars[operand]
+        return id(array) if found is None else found, frozenset(axes.items())
 
-    def _value_key(self, array: Any) -> tuple[Hashable, Hashable]:
-        value, dims = value_under_vmaps(array)
-        return value if isinstance(value, Var) else id(value), dims
 
-    def _producer(self, variable: Var) -> tuple[Any, int] | None:
-        while variable not in self._producers:
-            eqn = next(self._eqns, None)
-            if eqn is None:
-                return None
-            self._producers.update((v, (eqn, i)) for i, v in enumerate(eqn.outvars))
-        return self._producers[variable]
+def shares_batch(result: Any, inputs: Sequence[Any]) -> bool:
+    """Whether under every `jax.vmap`, now and later, an array surely has the batch if an input has it."""
+    result, axes = without_vmaps(result)
+    inner, all_axes = zip(*map(without_vmaps, inputs), strict=True)
+    if any(own.keys() - axes.keys() for own in all_axes):
+        return False
+    if not any(isinstance(x, Tracer) for x in (result, *inner)):
+        return True
+    sources = set(map(variable, inner))
+    return None not in sources and _depends_on_all(result, sources)
+
+
+def _depends_on_all(result: Any, sources: Collection[Any]) -> bool:
+    missing, seen, pending = set(sources), set[Any](), [result]
+    while pending and missing:
+        array = pending.pop()
+        own = variable(array)
+        if own is None or own in seen:
+            continue
+        seen.add(own)
+        missing.discard(own)
+        made = producer(array)
+        if made is not None:
+            eqn, index = made
+            if eqn.effects:  # the sum over a vmapped axis has no batch
+                return False
+            pending += [eqn.invars[i] for i in _needed_operands(eqn, [index])]
+    return not missing

@@ -7,17 +7,17 @@ import types
 import warnings
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from operator import is_, is_not
+from operator import is_
 from typing import Any, TypeVar
 
 from jax.core import Tracer
 
 from jaxfn._boundary import ForwardOutputs, flatten_outputs
-from jaxfn._compat import is_staged
 from jaxfn._context import FunctionCtx, ctx_state
 from jaxfn._diagnostics import add_hint, add_to_message, location_without_return, signature_error, source_location
 from jaxfn._signature import ForwardSignature, InputSpec
-from jaxfn._tree import captured_values, captures_arrays, held_values
+from jaxfn._traces import is_in_scope
+from jaxfn._tree import captured_values, held_values
 
 _F = TypeVar("_F", bound=Callable[..., Any])
 _UNDEFINED = "_jaxfn_undefined"
@@ -69,6 +69,7 @@ class UserMethods:
         self._closures = [f for f in derivatives if not isinstance(f, types.FunctionType) or _captures_any(f)]
         self._is_separate = _is_defined(self._setup_context)
         self._warned: set[str] = set()
+        self._custom_derivative: Any = None
         if not _is_defined(self._forward):
             hint = _similar_attribute(function, "forward")
             raise NotImplementedError(f"{self.name} defines no forward. Write it as a static method.{hint}")
@@ -96,18 +97,15 @@ class UserMethods:
 
     def forward_captures(self) -> list[Any]:
         """Returns the tracers in the closure and the defaults of `forward`, in Python's containers too."""
-        return _captured_tracers((self._forward, self._setup_context), (tuple, list, dict))
+        return _captured_tracers((self._forward, self._setup_context), _CONTAINERS)
 
     def derivative_captures(self) -> list[Any]:
         """Returns the tracers in the closures and the defaults of `backward` and `jvp`, in tuples too.
 
-        A list or a dict may be a log, with tracers of programs that have ended.
+        A list or a dict may be a log, with tracers of programs that have ended. A value that a derivative outside of
+        this program traces cannot be used here.
         """
-        return _captured_tracers(self._closures, (tuple,)) if self._closures else []
-
-    def derivatives_capture_staged(self) -> bool:
-        """Whether `backward` or `jvp` leads to values of a jaxpr that is, or was, being traced."""
-        return any(captures_arrays(method, is_staged) for method in self._closures)
+        return list(filter(is_in_scope, _captured_tracers(self._closures, (tuple,)))) if self._closures else []
 
     @property
     def no_forward_mode(self) -> str:
@@ -134,27 +132,62 @@ class UserMethods:
             )
         return None
 
-    def forward(self, ctx: FunctionCtx, spec: InputSpec, inputs: tuple[Any, ...]) -> ForwardOutputs:
-        """Calls `forward`, and `setup_context` if there is one."""
-        if self._is_separate:
-            return self.set_up(ctx, inputs, self.forward_alone(spec, inputs))
-        return self.forward_alone(spec, inputs, (ctx,))
+    def custom_derivative(self, make: Callable[[UserMethods], Any]) -> Any:
+        """Returns JAX's custom derivative for calls of the Function, made once."""
+        if self._custom_derivative is None:
+            self._custom_derivative = make(self)
+        return self._custom_derivative
 
-    def forward_alone(self, spec: InputSpec, inputs: Sequence[Any], ctx: tuple[Any, ...] = ()) -> ForwardOutputs:
+    def show_source(self, function: Any) -> None:
+        """Lets JAX's messages about a function say where `forward` is."""
+        forward = self._forward
+        if isinstance(forward, types.FunctionType):
+            code, scope, closure = forward.__code__, forward.__globals__, forward.__closure__
+            function.__wrapped__ = types.FunctionType(code, scope, function.__name__, None, closure)
+
+    def forward(
+        self, ctx: FunctionCtx, spec: InputSpec, inputs: tuple[Any, ...], captured: dict[int, Any] | None = None
+    ) -> ForwardOutputs:
+        """Calls `forward`, and `setup_context` if there is one, with new values for the tracers in `captured`."""
+        captured = dict(captured or {})
+        if self._is_separate:
+            return self.set_up(ctx, inputs, self.forward_alone(spec, inputs, (), captured), captured)
+        return self.forward_alone(spec, inputs, (ctx,), captured)
+
+    def add_forward_hint(self, error: Exception, *ctx: FunctionCtx) -> None:
+        """Adds a hint to an error of `forward`."""
+        add_hint(error, self.name, "forward", self._forward, *ctx)
+
+    def forward_alone(
+        self,
+        spec: InputSpec,
+        inputs: Sequence[Any],
+        ctx: tuple[Any, ...] = (),
+        captured: dict[int, Any] | None = None,
+    ) -> ForwardOutputs:
         """Calls `forward`, with the ctx if it takes one."""
+        if captured and spec.has_objects:
+            inputs = [_with_captured(x, captured) for x in inputs]
         try:
-            outputs = flatten_outputs(spec.names.call(self._forward, ctx, inputs))
+            outputs = flatten_outputs(spec.names.call(_with_captured(self._forward, captured or {}), ctx, inputs))
         except Exception as error:
-            add_hint(error, self.name, "forward", self._forward, *ctx)
+            self.add_forward_hint(error, *ctx)
             raise
         if outputs.value is None and not spec.has_refs:
             self._warn_of_no_return("forward", self._forward)
         return outputs
 
-    def set_up(self, ctx: FunctionCtx, inputs: tuple[Any, ...], outputs: ForwardOutputs) -> ForwardOutputs:
+    def set_up(
+        self,
+        ctx: FunctionCtx,
+        inputs: tuple[Any, ...],
+        outputs: ForwardOutputs,
+        captured: dict[int, Any] | None = None,
+    ) -> ForwardOutputs:
         """Calls `setup_context`; returns the outputs that it received."""
         ctx_state(ctx).num_outputs = len(outputs.spec.trees)
-        self._call_method("setup_context", self._setup_context, ctx, (inputs, outputs.value))
+        set_up = _with_captured(self._setup_context, captured or {})
+        self._call_method("setup_context", set_up, ctx, (inputs, outputs.value))
         return outputs
 
     def backward(self, ctx: FunctionCtx, grad_outputs: list[Any], captured: dict[int, Any]) -> Any:
@@ -200,10 +233,11 @@ class UserMethods:
 
     def escaped_tracer_error(self, method: str) -> Exception:
         """Returns the error for a method that uses a tracer of another program."""
+        stored = "" if method == "forward" else _STORED
         return NotImplementedError(
             f"{self.name}.{method} closes over a value that JAX traces in another program than the one that {method} "
-            "is called in, as it is in jit, vmap, scan and checkpoint, or it was stored outside ctx. Pass that value "
-            f"to {self.name} as an argument, and save it on ctx where backward needs it."
+            f"is called in, as it is in jit, vmap, scan, checkpoint and second derivatives{stored}. Pass that value to "
+            f"{self.name} as an argument, and save it on ctx where backward needs it."
         )
 
     def add_location(self, method: str, error: Exception) -> None:
@@ -238,10 +272,15 @@ class UserMethods:
             warnings.warn(message, stacklevel=3)
 
 
+_STORED = (
+    "; or forward stored it outside ctx, or inside a closure or an object on ctx. Save the array itself: "
+    "ctx.save_for_backward(array), or ctx.name = array"
+)
 _NO_RETURN = {
     "forward": ("its only output is None", "Return the output, or write return None where there is none."),
     "backward": ("its gradients are zero", "Return the gradients, or write return None where there are none."),
 }
+_CONTAINERS = (tuple, list, dict)
 # Values of these types hold no tracer.
 _HOLD_NOTHING = (bool, int, float, complex, str, bytes, type(None), type, types.ModuleType, types.BuiltinFunctionType)
 
@@ -278,31 +317,33 @@ def _with_captured(value: Any, captured: dict[int, Any]) -> Any:
 
     Variables without such tracers stay shared with the original function, which may assign to them.
     """
-    if id(value) in captured or not captured:
+    if id(value) in captured or not _reaches_any(value, captured):
         return captured.get(id(value), value)
-    if type(value) is tuple:
-        items = tuple(_with_captured(x, captured) for x in value)
-        return items if any(map(is_not, items, value)) else value
+    if isinstance(value, (tuple, list)):
+        return type(value)(_with_captured(x, captured) for x in value)
+    if isinstance(value, dict):
+        return {key: _with_captured(x, captured) for key, x in value.items()}
     if isinstance(value, partial):
-        keywords = {name: _with_captured(x, captured) for name, x in value.keywords.items()}
-        parts = _with_captured((value.func, *value.args), captured)
-        return partial(*parts, **keywords)
-    if not isinstance(value, types.FunctionType):
-        return value
-    captured[id(value)] = value  # until it is rebuilt, in case it captures itself
-    cells = tuple(_cell_with_captured(cell, captured) for cell in value.__closure__ or ())
-    defaults = _with_captured(value.__defaults__, captured)
-    keyword_defaults = {name: _with_captured(x, captured) for name, x in (value.__kwdefaults__ or {}).items()}
-    function = types.FunctionType(value.__code__, value.__globals__, value.__name__, defaults, cells)
-    function.__kwdefaults__ = keyword_defaults
+        keywords = _with_captured(value.keywords, captured)
+        return partial(*_with_captured((value.func, *value.args), captured), **keywords)
+    cells = [cell if not _holds_any(cell, captured) else types.CellType() for cell in value.__closure__ or ()]
+    function = types.FunctionType(value.__code__, value.__globals__, value.__name__, None, tuple(cells))
+    captured[id(value)] = function  # a function that captures itself finds itself here
+    for cell, original in zip(cells, value.__closure__ or (), strict=True):
+        if cell is not original:
+            cell.cell_contents = _with_captured(original.cell_contents, captured)
+    function.__defaults__ = _with_captured(value.__defaults__, captured)
+    function.__kwdefaults__ = _with_captured(value.__kwdefaults__, captured)
     vars(function).update(vars(value))
-    captured[id(value)] = function
     return function
 
 
-def _cell_with_captured(cell: Any, captured: dict[int, Any]) -> Any:
+def _holds_any(cell: Any, captured: dict[int, Any]) -> bool:
     try:
-        value = _with_captured(cell.cell_contents, captured)
+        return _reaches_any(cell.cell_contents, captured)
     except ValueError:  # no value yet
-        return cell
-    return cell if value is cell.cell_contents else types.CellType(value)
+        return False
+
+
+def _reaches_any(value: Any, captured: dict[int, Any]) -> bool:
+    return any(id(x) in captured for x in _captured_tracers([value], _CONTAINERS))

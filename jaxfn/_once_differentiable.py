@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from jaxfn._context import FunctionCtx, collect_saved
-from jaxfn._primitives import DeferredError, attach
+from jaxfn._primitives import DeferredError, guard
 from jaxfn._tree import as_array, flatten
 
 
@@ -57,6 +57,6 @@ def once_differentiable(backward: Callable[..., Any]) -> Callable[..., Any]:
         sources, _ = flatten((grad_outputs, collect_saved(ctx)[1]))
         inputs = list(map(as_array, sources))
         gradients, spec = flatten(backward(ctx, *grad_outputs))
-        return spec.unflatten(iter(attach(list(map(as_array, gradients)), (), inputs, error, error)))
+        return spec.unflatten(iter(guard(list(map(as_array, gradients)), inputs, error)))
 
     return guarded

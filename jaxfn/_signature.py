@@ -50,7 +50,7 @@ class InputSpec:
         self.python_numbers = [tree.leaves[0] for tree in trees if tree.is_number]
         self.are_arrays = all(tree is ARRAY_SPEC for tree in trees)
         self._is_flat = all(tree.num_arrays == 1 for tree in trees)
-        self.has_objects = any(tree.has_objects for tree in trees)  # which may hold arrays
+        self.has_objects = any(tree.objects for tree in trees)  # which may hold arrays
         self.mutable = [i for i, tree in enumerate(trees) if tree.is_mutable]
 
     def unflatten(self, arrays: Sequence[Any]) -> tuple[Any, ...]:
@@ -70,19 +70,6 @@ class InputSpec:
     def per_leaf(self) -> Iterator[int]:
         """Returns, for each array leaf, the index of its input."""
         return (i for i, tree in enumerate(self.trees) for _ in range(tree.num_arrays))
-
-    def without_refs(self, leaves: Sequence[Any]) -> Sequence[Any]:
-        """Selects the array leaves that are not references, or the entries of a parallel list."""
-        if not self.has_refs:
-            return leaves
-        return [x for x, is_ref in zip(leaves, self.are_refs, strict=True) if not is_ref]
-
-    def with_refs(self, leaves: Sequence[Any], fill: Any) -> Sequence[Any]:
-        """Undoes `without_refs`: inserts `fill` at the positions of the references."""
-        if not self.has_refs:
-            return leaves
-        remaining = iter(leaves)
-        return [fill if is_ref else next(remaining) for is_ref in self.are_refs]
 
     def check_inputs_unchanged(
         self, name: str, inputs: Sequence[Any], arrays: Sequence[Any], returned: Sequence[Any]

@@ -47,7 +47,9 @@ def is_jax_type(kind: type) -> bool:
 
 @lru_cache(maxsize=4096)
 def is_inexact(dtype: Any) -> bool:
-    """Whether arrays of a dtype can be differentiated."""
+    """Whether arrays of a dtype can be differentiated: floating, complex, and extended dtypes that have a tangent."""
+    if jnp.issubdtype(dtype, jax.dtypes.extended):
+        return jax.core.ShapedArray((), dtype).to_tangent_aval().dtype != jax.float0
     return jnp.issubdtype(dtype, jnp.inexact)
 
 
@@ -58,7 +60,7 @@ def double(dtype: Any) -> np.dtype[Any]:
 
 def is_key(array: Any) -> bool:
     """Whether an array holds random keys, which are not numbers."""
-    return jnp.issubdtype(array.dtype, jax.dtypes.extended)
+    return jnp.issubdtype(array.dtype, jax.dtypes.prng_key)
 
 
 def is_array_leaf(leaf: object) -> bool:
@@ -98,7 +100,7 @@ def replace_at(indices: Sequence[int], values: Sequence[Any], new: Sequence[Any]
 
 def conjugate(gradient: jax.Array) -> jax.Array:
     """Converts a complex gradient between torch's and JAX's convention; each is the other's conjugate."""
-    return jnp.conj(gradient) if gradient.dtype.kind == "c" else gradient
+    return jnp.conj(gradient) if jnp.issubdtype(gradient.dtype, np.complexfloating) else gradient
 
 
 def is_none(value: object) -> bool:
@@ -112,26 +114,6 @@ class Opaque:
     def searchable_parts(self) -> Sequence[object]:
         """Returns the parts that are searched."""
         return ()
-
-
-# The number of objects that are searched before an array is assumed to be among the others.
-_SEARCH_LIMIT = 2000
-
-
-def captures_arrays(value: Any, are_sought: Callable[[Any], bool] = lambda _: True) -> bool:
-    """Whether an object leads to sought JAX arrays by its attributes, items or closure, or is too large to tell."""
-    seen: set[int] = set()
-    pending = [value]
-    while pending:
-        part = pending.pop()
-        if type(part) in _SCALARS or id(part) in seen:
-            continue
-        if len(seen) > _SEARCH_LIMIT or (is_jax_type(type(part)) and are_sought(part)):
-            return True
-        seen.add(id(part))
-        if not isinstance(part, (type, types.ModuleType, np.ndarray, jax.Array)):
-            pending += held_values(part)
-    return False
 
 
 def held_values(value: Any) -> Iterable[Any]:
@@ -275,15 +257,10 @@ class TreeSpec:
         return new
 
     @property
-    def has_objects(self) -> bool:
-        """Whether a static leaf is neither a scalar nor a class, so that it may hold arrays."""
-        return self is not ARRAY_SPEC and not all(
-            isinstance(leaf, (_ArrayMarker, type)) or type(leaf) in _SCALARS for leaf in self.leaves
-        )
-
-    def captures_arrays(self, are_sought: Callable[[Any], bool] = lambda _: True) -> bool:
-        """Whether a static leaf, such as a closure or an object, holds JAX arrays, of a kind that is sought."""
-        return self is not ARRAY_SPEC and any(captures_arrays(leaf, are_sought) for leaf in self.leaves)
+    def objects(self) -> list[object]:
+        """The static leaves that are neither scalars nor classes, so that they may hold arrays."""
+        others = (_ArrayMarker, type)
+        return [x for x in self.leaves if not isinstance(x, others) and type(x) not in _SCALARS]
 
     def key(self) -> tuple[object, ...] | None:
         """Returns a hashable value that identifies this spec; `None` if some part is not compared by value."""

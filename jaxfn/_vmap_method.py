@@ -14,11 +14,9 @@ from jax.custom_batching import custom_vmap
 
 from jaxfn._boundary import ForwardOutputs, OutputSpec, flatten_outputs
 from jaxfn._context import FunctionCtx
-from jaxfn._jaxpr import StagedFunction, stage
 from jaxfn._methods import UserMethods
-from jaxfn._primitives import Rule, attach, stop
 from jaxfn._signature import InputSpec
-from jaxfn._tree import is_array_leaf, is_inexact, is_none, is_wrapped_array, replace_at
+from jaxfn._tree import is_array_leaf, is_none, is_wrapped_array
 
 
 class VmapInfo(NamedTuple):
@@ -63,48 +61,17 @@ def forward_with_vmap(methods: UserMethods, spec: InputSpec, ctx: FunctionCtx, a
         output_specs.append(returned.spec)
         return returned.arrays, ()
 
-    staged, consts = stage(forward, arrays)  # so that a derivative does not run forward again
-    (output_spec,) = output_specs
-
     @custom_vmap
     def batchable(*arrays: Any) -> _Outputs:
-        return _Outputs(output_spec, staged.evaluate(consts, arrays)[0])
+        results, _ = forward(*arrays)
+        return _Outputs(output_specs[-1], results)
 
     @batchable.def_vmap
     def _(axis_size: int, in_batched: Sequence[bool], *arrays: Any) -> tuple[_Outputs, _Outputs]:
         return _call_vmap(methods, spec, axis_size, in_batched, arrays)
 
-    has_derivative = any(is_inexact(x.dtype) for x in arrays) and not spec.has_refs
-    outputs = batchable(*(stop(arrays) if has_derivative else arrays))
-    if has_derivative:
-        indices = [i for i, y in enumerate(outputs.arrays) if is_inexact(y.dtype)]
-        rule = _OperationsRule(staged, indices)
-        attached = attach([outputs.arrays[i] for i in indices], consts, arrays, rule)
-        outputs = _Outputs(outputs.spec, replace_at(indices, outputs.arrays, attached))
+    outputs = batchable(*arrays)
     return methods.set_up(ctx, spec.unflatten(arrays), flatten_outputs(outputs.spec.unflatten(outputs.arrays)))
-
-
-class _OperationsRule(Rule):
-    """The derivative of the operations of `forward`, for what the user's `vmap` computes instead.
-
-    JAX cannot differentiate a batched custom_vmap twice (0.10.0 to 0.12.0).
-    """
-
-    def __init__(self, staged: StagedFunction, indices: Sequence[int]) -> None:
-        self._staged = staged
-        self._indices = indices
-
-    def __call__(
-        self, outputs: Sequence[Any], res: Sequence[Any], inputs: Sequence[Any], tangents: Sequence[Any]
-    ) -> tuple[Sequence[Any], Sequence[Any]]:
-        perturbed = [i for i, t in enumerate(tangents) if t is not None]
-
-        def function(*values: Any) -> list[Any]:
-            results, _ = self._staged.evaluate(res, replace_at(perturbed, inputs, values))
-            return [results[i] for i in self._indices]
-
-        results = jax.jvp(function, [inputs[i] for i in perturbed], [tangents[i] for i in perturbed])[1]
-        return attach(outputs, res, inputs, self), results
 
 
 def _raising_when_batched(problem: str) -> Any:

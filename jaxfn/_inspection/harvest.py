@@ -32,10 +32,10 @@ from jaxfn._compat import (
     jit_options,
     manual_axes,
     platforms_of_branches,
-    staging_traces,
 )
 from jaxfn._jaxpr import SubJaxpr, any_eqn, eval_jaxpr_with, subjaxprs, unhandled_subjaxprs
-from jaxfn._primitives import DeferredError, attach
+from jaxfn._primitives import DeferredError, guard
+from jaxfn._traces import staging_traces
 from jaxfn._tree import is_inexact
 
 Path = tuple[int, ...]
@@ -155,7 +155,7 @@ class _Inside:
             return eval_eqn(self.eqn, self.operands), harvested
         floating = [x for x in self.operands if is_inexact(jax.typeof(x).dtype)]
         error = DeferredError(NotImplementedError, _HAS_EFFECTS)
-        return attach(results, (), floating, error), harvested
+        return guard(results, floating, error), harvested
 
     def checkpoint(self) -> tuple[Sequence[Any], Harvest]:
         params, operands = self.eqn.params, self.operands

@@ -16,7 +16,7 @@ from jaxfn._inspection.harvest import EqnLocation, Harvest, Probe, harvest, loca
 from jaxfn._jaxpr import any_eqn, open_jaxpr
 from jaxfn._mesh_types import zeros_in_place_of
 from jaxfn._observe import LOG, LOG_DEPTH, OBSERVATION, Observation, label_p
-from jaxfn._primitives import DeferredError, attach
+from jaxfn._primitives import DeferredError, guard
 from jaxfn._tree import flatten, is_inexact, is_key
 
 Logs = dict[str, list[jax.Array]]
@@ -116,7 +116,7 @@ def with_logs(f: Callable[..., Any]) -> Callable[..., tuple[Any, Logs]]:
             results, harvested = harvest(jaxpr, consts, arrays, probe)
         if lowered is not closed:
             floating = [x for x in arrays if is_inexact(jax.typeof(x).dtype)]
-            results = attach(results, (), floating, DeferredError(NotImplementedError, _INSIDE))
+            results = guard(results, floating, DeferredError(NotImplementedError, _INSIDE))
         logs: Logs = {}
         for path in sorted(harvested):
             location = location_of(jaxpr, path)

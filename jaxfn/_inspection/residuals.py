@@ -18,7 +18,7 @@ from jaxfn._compat import make_jaxpr, memory_space, name_p
 from jaxfn._inspection.reports import aligned, html_table
 from jaxfn._jaxpr import SubJaxpr, is_any_of, is_variable, open_jaxpr, primitives, subjaxprs
 from jaxfn._observe import OBSERVATION, Label, Observation, label_p
-from jaxfn._primitives import attach_p, stop_p
+from jaxfn._primitives import tie_p
 from jaxfn._tree import is_array_leaf, is_inexact, replace_at
 
 
@@ -408,8 +408,7 @@ def _no_cotangent(aval: Any) -> Any:
 # Primitives that only move or rename their operands.
 _DATA_MOVEMENT = primitives("reshape squeeze broadcast_in_dim copy pvary optimization_barrier") | {
     name_p,
-    attach_p,
-    stop_p,
+    tie_p,
 }
 
 

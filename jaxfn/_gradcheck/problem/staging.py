@@ -22,7 +22,6 @@ from jax.tree_util import (
 
 from jaxfn._compat import add_jaxvals_p, custom_jvp_call_p, custom_vjp_call_p, dce_jaxpr, make_jaxpr, manual_axes
 from jaxfn._jaxpr import all_eqns, dependent_eqns, flat_params, is_variable, jaxprs_in_params, open_jaxpr
-from jaxfn._primitives import attach_p, stop_p
 from jaxfn._tree import double, is_inexact
 
 # JAX's operations, which run no Python code.
@@ -32,7 +31,7 @@ LAX_PRIMITIVES = frozenset(
 )
 # The params of these primitives hold AD and batching rules, which no longer matter in a compiled program, so they do
 # not count as callbacks.
-_HAVE_RULES = frozenset({custom_vjp_call_p, custom_jvp_call_p, attach_p, stop_p})
+_HAVE_RULES = frozenset({custom_vjp_call_p, custom_jvp_call_p})
 
 
 @register_dataclass

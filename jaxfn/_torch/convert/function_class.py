@@ -20,7 +20,7 @@ from jaxfn._context import FunctionCtx, ctx_state
 from jaxfn._function import Function, describe_rules
 from jaxfn._methods import UserMethods
 from jaxfn._once_differentiable import once_differentiable
-from jaxfn._primitives import attach
+from jaxfn._primitives import guard
 from jaxfn._torch.convert.definition import Definition
 from jaxfn._torch.convert.explain import Explanation, Part
 from jaxfn._torch.convert.traced_code import TensorSpec, TracedForward, TracedRule, TracedVmap, TraceLookup, tensor_spec
@@ -278,7 +278,7 @@ class FunctionAdapter:
         rule, results = lookup._replace(warn=self._warn_once).run(arrays, key)
         error = rule.second_derivative_error
         if error is not None:
-            results = attach(list(results), (), arrays, error, error)
+            results = guard(list(results), arrays, error)
         if rule.differentiates_externals:
             self._warn_once(
                 f"{self.definition.name}.backward gives gradients to tensors that are not inputs (the parameters of a "

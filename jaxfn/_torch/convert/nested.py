@@ -8,10 +8,9 @@ from typing import Any, NamedTuple
 
 import torch
 
-from jaxfn._primitives import DeferredError
+from jaxfn._primitives import DeferredError, guard
 from jaxfn._torch.convert.function_class import ConvertedFunction, convert_function_class, pinning
 from jaxfn._torch.convert.lifting import ORIGINAL, LiftedCall
-from jaxfn._torch.convert.nondifferentiable import nondifferentiable
 from jaxfn._torch.convert.traced_code import TracedForward
 from jaxfn._torch.graph.reads import CallValues
 from jaxfn._torch.graph.source_lines import source_line
@@ -23,7 +22,7 @@ from jaxfn._torch.trace.state import ModuleTensors, NestedApply, TraceState
 from jaxfn._torch.values.arrays import torch_dtype
 from jaxfn._torch.values.errors import DataDependentError, EscapedTensorError, TranslationError
 from jaxfn._torch.values.flatten import FlatTensors, flatten_tensors, slots, unflatten_tensors
-from jaxfn._tree import is_array_leaf, is_inexact
+from jaxfn._tree import is_array_leaf
 
 
 class _Preview(NamedTuple):
@@ -121,7 +120,7 @@ def _record(state: TraceState, preview: _Preview) -> Any:
     def apply_to_arrays(*arrays: Any) -> list[Any]:
         options = {adapter.definition.key_name: wrap_key(arrays[-1])} if draws else {}
         for error in deferred_errors:
-            arrays = tuple(nondifferentiable(error, x) if is_inexact(x.dtype) else x for x in arrays)
+            arrays = tuple(guard(arrays, (), error))
         args, kwargs = unflatten_tensors(template, arrays)
         with pinning(traced):
             return flatten_tensors(converted.apply(*args, **kwargs, **options), is_array_leaf).leaves

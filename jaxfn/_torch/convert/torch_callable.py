@@ -12,11 +12,10 @@ import jax
 import jax.numpy as jnp
 import torch
 
-from jaxfn._primitives import DeferredError
+from jaxfn._primitives import DeferredError, guard
 from jaxfn._torch._compat import without_functions
 from jaxfn._torch.convert.definition import TorchCode, with_key
 from jaxfn._torch.convert.explain import Explanation, Part
-from jaxfn._torch.convert.nondifferentiable import nondifferentiable
 from jaxfn._torch.convert.traced_code import TensorSpec, TracedCode, TraceLookup
 from jaxfn._torch.graph.reads import NO_VALUES, Answerer, AssumedValues, Read
 from jaxfn._torch.source.source import write_source
@@ -88,7 +87,7 @@ class TracedCallable(TracedCode):
         if not jnp.issubdtype(x.dtype, jnp.inexact):
             return x
         if self.gradient_error is not None and not is_parameter:
-            x = nondifferentiable(self.gradient_error, jnp.asarray(x))
+            (x,) = guard([jnp.asarray(x)], (), self.gradient_error)
         if self._second_order_error is not None:
             x = _once_differentiable(self._second_order_error, jnp.asarray(x))
         return x
@@ -119,7 +118,8 @@ def _once_differentiable_fwd(gradient_error: DeferredError, x: jax.Array) -> tup
 
 
 def _once_differentiable_bwd(gradient_error: DeferredError, _: None, gradient: jax.Array) -> tuple[jax.Array]:
-    return (nondifferentiable(gradient_error, gradient),)
+    (gradient,) = guard([gradient], (), gradient_error)
+    return (gradient,)
 
 
 _once_differentiable.defvjp(_once_differentiable_fwd, _once_differentiable_bwd)

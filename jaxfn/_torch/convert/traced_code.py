@@ -17,7 +17,6 @@ import torch
 from jax.core import Tracer
 from torch.utils import _pytree as torch_tree
 
-from jaxfn._compat import staging_traces, under_tracers
 from jaxfn._jaxpr import ArrayIdentity
 from jaxfn._primitives import DeferredError
 from jaxfn._torch._compat import takes_boxed_gradients, without_functions
@@ -44,6 +43,7 @@ from jaxfn._torch.values.arrays import jax_dtype, torch_dtype
 from jaxfn._torch.values.errors import DataDependentError, EscapedNumberError, SelectionError, TranslationError
 from jaxfn._torch.values.flatten import Slot, flatten_tensors, is_size, slots, unflatten_tensors
 from jaxfn._torch.values.trace_cache import LRUCache, static_key, torch_settings_key
+from jaxfn._traces import innermost, staging_traces
 from jaxfn._tree import Opaque
 
 _UNDER_JIT = NoValues(
@@ -213,7 +213,7 @@ class TracedCode(Opaque):
     def _check_indices(self, extremes: Mapping[int, Any]) -> None:
         for i, (smallest, largest) in extremes.items():
             indices = self._indices[i]
-            for index in (under_tracers(smallest).min(), under_tracers(largest).max()):
+            for index in (innermost(smallest).min(), innermost(largest).max()):
                 if not indices.low <= index < indices.size:
                     raise IndexError(
                         f"{self._where}: index {index} is out of range for a dimension of size {indices.size}, at "

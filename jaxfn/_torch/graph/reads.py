@@ -22,12 +22,12 @@ import torch
 from jax import lax
 from torch.fx import Graph, Node
 
-from jaxfn._compat import elements_under_vmaps, is_concrete, manual_axes_here, staging_traces
 from jaxfn._torch.graph.int64 import LARGEST, has_int64, saturate_to_int32
 from jaxfn._torch.graph.interpreter import TranslatedGraph, unsupported_message
 from jaxfn._torch.graph.source_lines import Line, format_line
 from jaxfn._torch.values.arrays import jax_dtype
 from jaxfn._torch.values.errors import DataDependentError, TranslationError
+from jaxfn._traces import elements_under_vmaps, is_concrete, manual_axes_here, staging_traces
 
 STAYS = "stays"  # The source of a number's "answer" if it is not read.
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from jaxfn._outside import NeedsValuesError
+from jaxfn._diagnostics import NeedsValuesError
 
 
 class TranslationError(RuntimeError):

@@ -1,0 +1,180 @@
+"""The one module that knows JAX's traces and tracers, none of which JAX promises (0.10.0 to 0.12.0).
+
+An array under transformations is a pile of tracers: those of derivatives and of `jax.vmap` wrap another array, that
+of a jaxpr being traced has a variable. What reads a jaxpr that is not finished is tried once, at import
+(`CAN_READ_EQNS`); without it, programs have more eqns, and what cannot be right raises.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from functools import lru_cache
+from typing import Any
+
+import jax
+import numpy as np
+from jax.core import Tracer
+from jax.extend.core import Var, find_top_trace
+from jax.interpreters import partial_eval
+
+
+@lru_cache
+def _kind(array_type: type) -> str:
+    """Returns "derivative", "vmap" or "jaxpr" for a type of tracers, and "" for other types."""
+    if not issubclass(array_type, Tracer):
+        return ""
+    if issubclass(array_type, partial_eval.DynamicJaxprTracer):
+        return "jaxpr"
+    return "derivative" if hasattr(array_type, "tangent") else "vmap" if hasattr(array_type, "batch_dim") else ""
+
+
+def layers(array: Any) -> Iterator[tuple[str, Any]]:
+    """Yields an array and what is under it, the outermost tracer first, each with its kind (see `_kind`)."""
+    while True:
+        kind = _kind(type(array))
+        yield kind, array
+        if kind not in ("derivative", "vmap"):
+            return
+        array = array.primal if kind == "derivative" else array.val
+
+
+def innermost(array: Any) -> Any:
+    """Returns the array under the tracers of derivatives and vmaps."""
+    return list(layers(array))[-1][1]
+
+
+def is_concrete(array: Any) -> bool:
+    """Whether an array has values under the tracers of derivatives and vmaps."""
+    return not isinstance(innermost(array), (Tracer, jax.ShapeDtypeStruct))
+
+
+def may_be_differentiated(array: Any) -> bool:
+    """Whether an array is being differentiated or staged, and not only mapped by `vmap` or an eager `shard_map`."""
+    return any(
+        isinstance(layer, Tracer) and kind != "vmap" and type(layer).__name__ != "ShardMapTracer"
+        for kind, layer in layers(array)
+    )
+
+
+def is_mapped(array: Any) -> bool:
+    """Whether an array is batched by `jax.vmap` here."""
+    return any(kind == "vmap" for kind, _ in layers(array))
+
+
+def elements_under_vmaps(array: Any) -> np.ndarray[Any, Any]:
+    """Returns the values of a concrete array for all elements of batches, along the first axis."""
+    kind = _kind(type(array))
+    if kind == "derivative":
+        return elements_under_vmaps(array.primal)
+    if kind != "vmap":
+        return np.asarray(array)[None]
+    values = elements_under_vmaps(array.val)
+    if not isinstance(array.batch_dim, int):  # the same for all
+        return values
+    return np.moveaxis(values, array.batch_dim + 1, 1).reshape(-1, *array.shape)
+
+
+def without_vmaps(array: Any) -> tuple[Any, dict[Any, int]]:
+    """Returns the array under the tracers of vmaps, and by the trace of each vmap the axis of it that is mapped."""
+    axes: dict[Any, int] = {}
+    for kind, layer in layers(array):
+        array = layer
+        if kind != "vmap":
+            break
+        if isinstance(layer.batch_dim, int):
+            axes[layer._trace] = layer.batch_dim
+    return array, axes
+
+
+def is_in_scope(tracer: Any) -> bool:
+    """Whether a tracer may be used here, or is not known to belong to a derivative that JAX has left."""
+    if _kind(type(tracer)) != "derivative":
+        return True
+    trace: Any = find_top_trace(())
+    while hasattr(trace, "parent_trace") and trace is not tracer._trace:
+        trace = trace.parent_trace
+    return trace is tracer._trace or type(trace).__name__ != "EvalTrace"  # else the chain has been cut
+
+
+def staging_traces() -> list[Any]:
+    """Returns the traces that stage to jaxprs here, the innermost first: none outside `jit`."""
+    found: list[Any] = []
+    trace: Any = find_top_trace(())
+    while trace is not None:
+        if hasattr(trace, "frame"):
+            found.append(trace)
+        trace = getattr(trace, "parent_trace", None)
+    return found
+
+
+def manual_axes_here() -> Sequence[str]:
+    """Returns the mesh axes that are manual in the current context, as inside `shard_map`."""
+    return jax.sharding.get_abstract_mesh().manual_axes
+
+
+# Jaxprs being traced
+
+
+def variable(array: Any) -> Var | None:
+    """Returns the variable of a staged array; `None` for other arrays, and for literals."""
+    value = array.val if _kind(type(array)) == "jaxpr" else None
+    return value if isinstance(value, Var) else None
+
+
+def producer(array: Any) -> tuple[Any, int] | None:
+    """Returns the eqn that computes a staged array, whose operands are staged arrays, and the index among its results.
+
+    `None` for inputs and constants.
+    """
+    eqn = getattr(array, "parent", None)
+    return None if eqn is None else (eqn, eqn.outvars.index(array.val))
+
+
+class EscapedConstants:
+    """The constants that the jaxpr being traced gets from now on."""
+
+    def __init__(self) -> None:
+        traces = staging_traces() if CAN_READ_EQNS else []
+        self._constants = traces[0].frame.constvar_to_val if traces else {}
+        self._before = len(self._constants)
+
+    def found(self) -> bool:
+        """Whether a tracer of a trace that has ended is among them. To JAX it is a constant until it is compiled."""
+        if len(self._constants) == self._before:
+            return False
+        return any(map(_has_ended, list(self._constants.values())[self._before :]))
+
+
+def _has_ended(array: Any) -> bool:
+    """Whether the trace of a staged array has surely ended: JAX then forgets its eqns, that of the array among them."""
+    is_computed = _kind(type(array)) == "jaxpr" and array.parent is not None
+    return is_computed and not array._trace.frame.tracing_eqns
+
+
+def _can_read_eqns() -> bool:
+    found: list[bool] = []
+
+    def probe(x: Any) -> Any:
+        y = jax.lax.stop_gradient_p.bind(x)
+        eqn, index = producer(y) or (None, None)
+        constants = staging_traces()[0].frame.constvar_to_val
+        found.append(
+            eqn is not None
+            and (index, eqn.primitive, eqn.invars[0].val) == (0, jax.lax.stop_gradient_p, x.val)
+            and (producer(x), variable(x) is x.val, len(constants)) == (None, True, 0)
+        )
+        return y
+
+    jax.make_jaxpr(probe)(jax.ShapeDtypeStruct((), np.float32))
+    return found == [True]
+
+
+def _works(test: Callable[[], bool]) -> bool:
+    try:
+        return test()
+    except Exception:
+        return False
+
+
+CAN_READ_EQNS = _works(_can_read_eqns)
+"""Whether this JAX lets the eqns of a jaxpr be read while it is traced."""
