@@ -13,7 +13,14 @@ import numpy as np
 
 from jaxfn._compat import SymbolicZero, closed_call_p, is_code_of_jax
 from jaxfn._gradcheck.problem.problem import Leaf, LeafFunction, Problem
-from jaxfn._gradcheck.problem.staging import LAX_PRIMITIVES, JaxprFunction, stage, stage_without_x64
+from jaxfn._gradcheck.problem.staging import (
+    HAVE_RULES,
+    LAX_PRIMITIVES,
+    JaxprFunction,
+    has_rule_of_jaxfn,
+    stage,
+    stage_without_x64,
+)
 from jaxfn._jaxpr import identity_primitives, is_any_of, is_reverse_only, jaxprs_in_params, subjaxpr_rules
 from jaxfn._observe import CallMonitor
 from jaxfn._primitives import linear_map_p
@@ -254,7 +261,7 @@ def _derive(
         ]
 
     differentiable: set[int] = set()
-    own = rules(recording_derivatives(problem.call, differentiable), leaves)
+    own = rules(recording_derivatives(problem.call, differentiable) if problem.may_stop else problem.call, leaves)
     if problem.may_stop and not all(isinstance(rule, UnavailableError) for rule in own):
         if problem.target is not problem.call:  # the rule may lack a derivative that its surrogate has
             rules(recording_derivatives(problem.target, differentiable), leaves)
@@ -345,7 +352,8 @@ def _has_unknown_code(primal: LeafFunction, forward_rule: object) -> bool:
     """Whether there is code, other than that of monitored methods, that may see what is differentiated or batched."""
     if not isinstance(primal, JaxprFunction):
         return True
-    return any(eqn.params.get("symbolic_zeros") or not is_any_of(eqn, _MONITORED) for eqn in primal.eqns) or (
+    unknown = [eqn for eqn in primal.eqns if not has_rule_of_jaxfn(eqn)]
+    return any(eqn.params.get("symbolic_zeros") or not is_any_of(eqn, _MONITORED) for eqn in unknown) or (
         isinstance(forward_rule, JaxprFunction) and any(eqn.primitive is linear_map_p for eqn in forward_rule.eqns)
     )
 
@@ -391,8 +399,9 @@ class _Tracer:
             unavailable = UnavailableError(f"{type(error).__name__}: {error}")
             unavailable.__cause__ = error
             return unavailable
-        # JAX may have cached jaxprs of user code, which the next check has to trace again.
-        if any(jaxpr.eqns and not is_code_of_jax(jaxpr) for eqn in traced.eqns for jaxpr in jaxprs_in_params(eqn)):
+        # JAX may have cached jaxprs of user code, which the next check has to trace again. It does not cache calls.
+        cached = [jaxpr for eqn in traced.eqns if eqn.primitive not in HAVE_RULES for jaxpr in jaxprs_in_params(eqn)]
+        if any(jaxpr.eqns and not is_code_of_jax(jaxpr) for jaxpr in cached):
             CallMonitor.end_epoch()
         if any(map(is_reverse_only, traced.eqns)):
             return ReverseOnlyError("it goes through a custom_vjp function, which has no forward mode")

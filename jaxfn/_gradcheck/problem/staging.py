@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -22,6 +23,7 @@ from jax.tree_util import (
 
 from jaxfn._compat import add_jaxvals_p, custom_jvp_call_p, custom_vjp_call_p, dce_jaxpr, make_jaxpr, manual_axes
 from jaxfn._jaxpr import all_eqns, dependent_eqns, flat_params, is_variable, jaxprs_in_params, open_jaxpr
+from jaxfn._rule import call_with_rule
 from jaxfn._tree import double, is_inexact
 
 # JAX's operations, which run no Python code.
@@ -31,7 +33,8 @@ LAX_PRIMITIVES = frozenset(
 )
 # The params of these primitives hold AD and batching rules, which no longer matter in a compiled program, so they do
 # not count as callbacks.
-_HAVE_RULES = frozenset({custom_vjp_call_p, custom_jvp_call_p})
+HAVE_RULES = frozenset({custom_vjp_call_p, custom_jvp_call_p})
+_FOLDER = os.path.dirname(call_with_rule.__code__.co_filename)
 
 
 @register_dataclass
@@ -135,6 +138,13 @@ def bytes_per_call(function: object) -> int:
     return computed_bytes(function.eqns) if isinstance(function, JaxprFunction) else 0
 
 
+def has_rule_of_jaxfn(eqn: Any) -> bool:
+    """Whether an eqn is a call whose derivative is defined by jaxfn: that of a Function."""
+    if eqn.primitive not in HAVE_RULES:
+        return False
+    return os.path.dirname(open_jaxpr(eqn.params["call_jaxpr"])[0].debug_info.func_filename or "") == _FOLDER
+
+
 def computed_bytes(eqns: Sequence[Any]) -> int:
     """Returns the number of bytes that some eqns compute, including intermediates."""
     avals = [v.aval for eqn in eqns for v in eqn.outvars]
@@ -146,7 +156,7 @@ def python_callbacks(eqns: Sequence[Any]) -> list[Any]:
     return [
         item
         for eqn in eqns
-        if eqn.primitive not in _HAVE_RULES
+        if eqn.primitive not in HAVE_RULES
         for item in flat_params(eqn)
         if item is not None and not hasattr(item, "eqns")
         if callable(item) or type(item).__eq__ is object.__eq__
@@ -193,7 +203,7 @@ def _has_equal_eqns(first: Any, second: Any) -> bool:
     def is_equal_eqn(a: Any, b: Any) -> bool:
         if a.primitive is not b.primitive or len(a.invars) != len(b.invars):
             return False
-        params = (jaxprs_in_params(e) if e.primitive in _HAVE_RULES else e.params for e in (a, b))
+        params = (jaxprs_in_params(e) if e.primitive in HAVE_RULES else e.params for e in (a, b))
         return all(map(is_equal_atom, a.invars, b.invars)) and bind(a.outvars, b.outvars) and _is_equal(*params)
 
     return (
