@@ -31,7 +31,7 @@ from jaxfn._gradcheck.problem.derivatives import (
 )
 from jaxfn._gradcheck.problem.problem import LeafFunction, Problem
 from jaxfn._gradcheck.problem.staging import bytes_per_call, is_same_output
-from jaxfn._gradcheck.tolerance import Tolerance, excess, largest
+from jaxfn._gradcheck.tolerance import Tolerance, are_resolved, excess, largest
 
 _COMBINATION = (2.0, -3.0)
 _NUM_VECTORS = 4  # along which every rule is evaluated: two random ones, their combination, zero
@@ -49,6 +49,7 @@ class Findings:
       problems: the failures, as text.
       batches_wrong: whether batching changes values, so that nothing may be computed in batches.
       autodiff_agrees: whether autodiff of the function without its rule is known to agree with finite differences.
+      is_resolved: whether they agree in the first digits of each output, however small.
       matches_autodiff: whether the rule is known to agree with it in every entry.
       is_nan: whether a result is NaN, so that the other properties were not checked.
     """
@@ -56,6 +57,7 @@ class Findings:
     problems: list[str] = field(default_factory=list[str])
     batches_wrong: bool = False
     autodiff_agrees: bool = False
+    is_resolved: bool = False
     matches_autodiff: bool = False
     is_nan: bool = False
 
@@ -109,7 +111,7 @@ class PropertyChecks:
         missing = self._without_one.derivatives
         vectors = [first, second, mixed, list(map(np.zeros_like, first)), *(_without(first, i) for i in missing)]
         results, rerun = self._run_twice(execution, vectors)
-        found.autodiff_agrees = self._autodiff_agrees(results)
+        found.autodiff_agrees, found.is_resolved = self._autodiff_agrees(results)
         found.problems += self._is_deterministic(results, rerun)
         if found.problems:
             return found
@@ -121,7 +123,8 @@ class PropertyChecks:
         found.problems += self._is_linear(results)
         found.problems += self._takes_undefined(results)
         found.problems += self._respects_flags(results)
-        found.matches_autodiff = self._matches_autodiff(results)
+        tolerance = self.tolerance.at_every_scale() if found.is_resolved else self.tolerance
+        found.matches_autodiff = self._matches_autodiff(results, tolerance)
         return found
 
     def _run_twice(self, execution: ExecutionMode, vectors: Sequence[Arrays]) -> list[dict[str, Any]]:
@@ -255,7 +258,7 @@ class PropertyChecks:
         size = seeds.size * bytes_per_call(self.mode.rule) + columns.size * bytes_per_call(d.forward.reference)
         return (seeds, columns) if size <= min(BATCH_BYTES, self.max_memory) else ()
 
-    def _matches_autodiff(self, r: Any) -> bool:
+    def _matches_autodiff(self, r: Any, tolerance: Tolerance) -> bool:
         """Whether the rule is known to agree with autodiff in every entry of the Jacobian."""
         d = self.mode
         if not self._bases:
@@ -266,12 +269,12 @@ class PropertyChecks:
             references = rows_of_columns(references, columns, seeds, range(seeds.size))
         for i, array in enumerate(r["batch"]):
             rows, reference = as_rows(array[-seeds.size :]), references[i]
-            if (excess(rows, reference, self.tolerance.of_entries(reference)) > 1).any():
+            if (excess(rows, reference, tolerance.of_entries(reference)) > 1).any():
                 return False
         return True
 
-    def _autodiff_agrees(self, r: Any) -> bool:
-        """Whether autodiff agrees with finite differences along random vectors.
+    def _autodiff_agrees(self, r: Any) -> tuple[bool, bool]:
+        """Whether autodiff agrees with finite differences along random vectors, and resolves what is small.
 
         A wrong entry of the Jacobian shows along every vector that is not orthogonal to it.
         """
@@ -279,11 +282,12 @@ class PropertyChecks:
         found = differences([y[2:] for y in values], self.step, self.tolerance.precision)
         strict = self.tolerance.strict()
         for autodiff in r["autodiff"]:
-            for exact, numeric, error in zip(autodiff, *found, strict=True):
-                bound = strict.estimated(numeric, abs(error))
-                if (excess(exact[:_NUM_SAMPLES].reshape(numeric.shape), numeric, bound) > 1).any():
-                    return False
-        return bool(r["autodiff"])
+            samples = [as_rows(exact[:_NUM_SAMPLES]) for exact in autodiff]
+            for exact, numeric, error in zip(samples, *found, strict=True):
+                if (excess(exact, numeric, strict.estimated(numeric, abs(error))) > 1).any():
+                    return False, False
+            return True, are_resolved(samples, found[0])
+        return False, False
 
     def problems_of_eager_batching(self) -> list[str]:
         """Returns the problems of the rule under an eager `jax.vmap`."""

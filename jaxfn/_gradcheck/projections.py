@@ -11,7 +11,7 @@ from jaxfn._gradcheck.compare import Comparison, Evaluated, JacobianBlock
 from jaxfn._gradcheck.evaluation.vectors import Vectors, random_vectors
 from jaxfn._gradcheck.problem.derivatives import ADMode, Derivative, available
 from jaxfn._gradcheck.problem.problem import Leaf
-from jaxfn._gradcheck.tolerance import excess
+from jaxfn._gradcheck.tolerance import are_resolved, excess
 
 PROJECTIONS = 2  # per output and per input
 
@@ -41,6 +41,11 @@ class Projections:
             return Projections(comparison)._with_differences(mode, derivative)
 
         return _wrong(mode, self._comparison.compare_with_differences(evaluate, coarsely=coarsely))
+
+    def are_resolved(self, mode: ADMode) -> bool:
+        """Whether finite differences agree with autodiff in the first digits, however small the derivatives are."""
+        values, numbers, _ = zip(*self._with_differences(mode, available(mode.reference)), strict=True)
+        return are_resolved(values, numbers)
 
     def _with_differences(self, mode: ADMode, derivative: Derivative) -> Evaluated:
         """Returns values by a derivative, finite differences and bounds of their errors: `J u`, or else `v^T J u`."""

@@ -23,11 +23,16 @@ Values that lose digits, as multiples of 1.5e-8 in `(x + 1e4)**2 - 2e4 * x - 1e8
 rounding, and their estimated error too, which may be small by chance. So where a derivative differs, errors are also
 estimated at other inputs and steps near by, and the largest counts. Autodiff has errors if it changes there and the
 rule does not.
+
+Entries below 1e-3 are allowed 1e-11, as they may be rounding: `s * (1 - s)` for the sigmoid of 40 is 0, and not 4e-18.
+Only where finite differences agree with autodiff in all of a result, however small, is a small entry no rounding. Then
+a factor of 1.001 is found in `1e-15 * x` too.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -39,6 +44,8 @@ _ROUNDING = 1e3
 _SHORT_SUM_ROUNDING = 30
 # Difference of two ways to compute an array, relative to the largest entry.
 _RECOMPUTED = 1e-8
+# Difference of autodiff and finite differences that have no errors to speak of, relative to the largest entry.
+_RESOLVED = 1e-4
 _DOUBLE = 2.220446049250313e-16
 SAFETY = 4  # factor between an estimated error of finite differences and its bound
 _TINY = float(np.finfo(np.float64).tiny)
@@ -64,12 +71,14 @@ class Tolerance:
       rtol: the tolerance relative to the reference.
       is_default: whether the caller passed neither.
       precision: the relative spacing of the coarsest floating-point type that the function computes in.
+      least_scale: the largest entry of a Jacobian below which the absolute tolerance does not become smaller.
     """
 
     atol: float
     rtol: float
     is_default: bool
     precision: float = _DOUBLE
+    least_scale: float = _TIGHTER
 
     @property
     def is_double(self) -> bool:
@@ -80,6 +89,10 @@ class Tolerance:
     def is_tight(self) -> bool:
         """Whether the tolerance of precise references is smaller than that of the plain formula."""
         return self.is_default and self.is_double
+
+    def at_every_scale(self) -> Tolerance:
+        """Returns the tolerances for derivatives whose small entries are not rounding; see `are_resolved`."""
+        return replace(self, least_scale=0.0)
 
     def strict(self) -> Tolerance:
         """Returns the default tolerances, even if the caller passed others."""
@@ -123,7 +136,8 @@ class Tolerance:
     def _precise(self, reference: Any, scale: Any, rounding: Any) -> Any:
         if not self.is_default:
             return self.plain(reference)
-        small = _TIGHTER * self.atol * np.clip(scale, _TIGHTER, 1.0) if self.is_tight else self.atol
+        least = np.where(scale > 0, self.least_scale, _TIGHTER)  # without any scale, there is no smaller one
+        small = _TIGHTER * self.atol * np.clip(scale, least, 1.0) if self.is_tight else self.atol
         return small + rounding + self.slope * abs(reference)
 
     @property
@@ -154,6 +168,11 @@ def excess(analytic: Any, reference: Any, tolerance: Any) -> Any:
     """Returns the difference over the tolerance; above 1 is a mismatch, and `nan` agrees with nothing."""
     times = abs(analytic - reference) / np.maximum(tolerance, _TINY)
     return np.where(analytic == reference, 0.0, np.where(np.isnan(times), np.inf, times))
+
+
+def are_resolved(exact: Sequence[Any], numeric: Sequence[Any]) -> bool:
+    """Whether finite differences agree with autodiff in the first digits of each result, however small it is."""
+    return all(largest(a - n) <= _RESOLVED * largest(a) for a, n in zip(exact, numeric, strict=True))
 
 
 def largest(array: Any) -> Any:

@@ -22,6 +22,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 
 from jaxfn._compat import AbstractRef, eqn_source_line, lower_jaxpr
 from jaxfn._inspection.harvest import Path
@@ -120,6 +121,23 @@ def find_nan(f: Callable[..., Any], *args: Any, **kwargs: Any) -> NanOrigin | No
 
     Torch counterpart: `torch.autograd.set_detect_anomaly`.
     """
+    origin = _find(f, args, kwargs)
+    if origin is None or origin.function is not None:
+        return origin
+    # A Python number is static, and a Function that is called with numbers alone has no labels: trace them.
+    try:
+        traced = _find(f, *jax.tree.map(_as_array_if_number, (args, kwargs)))
+    except Exception:  # the function needs their values
+        return origin
+    return origin if traced is None or traced.function is None else traced
+
+
+def _as_array_if_number(leaf: Any) -> Any:
+    return jnp.asarray(leaf) if type(leaf) in (int, float, complex) else leaf
+
+
+def _find(f: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> NanOrigin | None:
+    """Searches with Python numbers as static arguments; see `find_nan`."""
     arrays, tree = flatten((args, kwargs))
     if any(map(is_traced, arrays)):
         raise TypeError(

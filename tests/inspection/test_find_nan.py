@@ -264,6 +264,10 @@ FOUND = {
     "the first of several": (
         lambda x: INF_THEN_NAN(x, WHEN) + SAVED_NAN(x, WHEN), [X], {"function": "Second", "kind": "inf"},
     ),
+    "a Python number": (lambda x: root(x - 5.0), [2], {"function": "root", "method": "forward", "operation": "sqrt"}),
+    "a Python number that is a static argument": (
+        lambda x, n: root(sum([x] * n)), [-1.0, 2], {"function": None, "operation": "sqrt"},
+    ),
     "an infinity that nothing comes of": (safe_reciprocal, [jnp.array([0.0, 2.0])], None),
     "and the NaN of its derivative": (  # which begins where zero is divided by
         jax.grad(lambda x: jnp.where(x == 0, 0.0, 1 / x).sum()), [jnp.array([0.0, 2.0])], {"kind": "inf"},

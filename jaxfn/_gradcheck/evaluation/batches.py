@@ -25,7 +25,15 @@ from jaxfn._gradcheck.tolerance import SAFETY
 # Larger batches are slower, as they no longer fit into the processor's caches.
 BATCH_BYTES = 16 << 20
 _LOOP_BATCH = 64
-_STEPS = (1, -1, 2, -2)
+# Points in units of the step, and the weights of the values there: in the derivative, and in an estimate of its error.
+_CENTRAL = (1, -1, 2, -2), (2 / 3, -2 / 3, -1 / 12, 1 / 12), (1 / 2, -1 / 2, -1 / 4, 1 / 4)
+_FORWARD = (0, 1, 2, 3), (-11 / 6, 3, -3 / 2, 1 / 3), (-2 / 3, 2, -2, 2 / 3)
+_BACKWARD = (0, -1, -2, -3), (11 / 6, -3, 3 / 2, -1 / 3), (2 / 3, -2, 2, -2 / 3)
+_STEPS = _CENTRAL[0]
+# Next to the end of a function's domain: factors of the step, and the error relative to the derivative that is enough.
+_SHORTER = [10.0**-k for k in range(9)]
+_SMALL_ERROR = 1e-6
+_AS_GOOD = 1.1
 _DIFFERENCE_ULPS = 4  # rounding error of a difference of two values, in units in their last place
 
 
@@ -39,19 +47,18 @@ def _points(x: Any, vectors: Any, steps: Any) -> Any:
     return (x + steps * vectors[:, None]).reshape(len(steps) * len(vectors), *x.shape)
 
 
-def differences(outputs: Arrays, step: float, precision: float) -> tuple[Arrays, Arrays]:
-    """Returns derivatives from values at `points`, to fourth order in the step, and bounds of their errors.
+def differences(outputs: Arrays, step: float, precision: float, stencil: Any = _CENTRAL) -> tuple[Arrays, Arrays]:
+    """Returns derivatives from values at the points of a stencil, by default `points`, and bounds of their errors.
 
-    Each has shape (vectors, size), for each output; a bound of a complex number has those of both parts.
+    Central differences are of fourth order in the step. Each has shape (vectors, size), for each output; a bound of a complex number has those of both parts.
     """
     values: Arrays = []
     errors: Arrays = []
     for y in outputs:
         rows = y.reshape(len(y) // len(_STEPS), len(_STEPS), math.prod(y.shape[1:]))
-        above, below, far_above, far_below = np.moveaxis(rows, 1, 0)
-        near, far = (above - below) / (2 * step), (far_above - far_below) / (4 * step)
-        values.append((4 * near - far) / 3)
-        error, rounding = near - far, _DIFFERENCE_ULPS * precision / step * abs(above)
+        value, error = (sum(w / step * rows[:, i] for i, w in enumerate(weights)) for weights in stencil[1:])
+        values.append(value)
+        rounding = _DIFFERENCE_ULPS * precision / step * abs(rows[:, 0])
         bound = SAFETY * abs(error.real) + rounding
         errors.append(bound + 1j * (SAFETY * abs(error.imag) + rounding) if np.iscomplexobj(error) else bound)
     return values, errors
@@ -111,8 +118,32 @@ class BatchedEvaluator:
     def differences(
         self, function: LeafFunction, vectors: Vectors, step: float, precision: float
     ) -> tuple[Arrays, Arrays]:
-        """Returns finite differences of a function along vectors of inputs; see `differences`."""
-        steps = step * np.asarray(_STEPS, float)
+        """Returns finite differences of a function along vectors of inputs; see `differences`.
+
+        Where the function is not finite at a point, as next to the end of its domain, shorter steps and one-sided
+        differences are taken too, and those with the smallest relative error are used.
+        """
+
+        def along(stencil: Any, step: float) -> tuple[Arrays, Arrays]:
+            outputs = self._at_points(function, vectors, step * np.asarray(stencil[0], float))
+            return differences(outputs, step, precision, stencil)
+
+        values, errors = along(_CENTRAL, step)
+        missing = [~np.isfinite(error) for error in errors]
+        for factor in _SHORTER:
+            for stencil in (_CENTRAL, _FORWARD, _BACKWARD):
+                pairs = zip(values, errors, missing, strict=True)
+                if all((abs(e[m]) <= _SMALL_ERROR * abs(v[m])).all() for v, e, m in pairs):
+                    return values, errors
+                for i, (value, error) in enumerate(zip(*along(stencil, factor * step), strict=True)):
+                    # Of differences as good as each other relative to the derivative, the shorter ones are nearer to it.
+                    is_better = missing[i] & ~(abs(error * values[i]) > _AS_GOOD * abs(errors[i] * value))
+                    is_better &= np.isfinite(error)
+                    values[i], errors[i] = np.where(is_better, value, values[i]), np.where(is_better, error, errors[i])
+        return values, errors
+
+    def _at_points(self, function: LeafFunction, vectors: Vectors, steps: Any) -> Arrays:
+        """Evaluates a function at some steps along each of the vectors."""
 
         def compute(functions: Sequence[LeafFunction], xs: Arrays, step_and_components: Arrays) -> list[Arrays]:
             step, *components = step_and_components
@@ -125,8 +156,8 @@ class BatchedEvaluator:
             every = (np.repeat(array, len(steps), axis=0) for array in vectors.make(numbers))
             return [np.tile(steps, len(numbers)), *every]
 
-        (outputs,) = _flat(self._batches((id(function),), compute, [function], vectors, make, len(_STEPS)))
-        return differences(outputs, step, precision)
+        (outputs,) = _flat(self._batches((id(function),), compute, [function], vectors, make, len(steps)))
+        return outputs
 
     def _batches(
         self,
