@@ -7,7 +7,7 @@ a small Jacobian is also evaluated, by the rule and by autodiff; if both agree, 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from typing import Any
 
@@ -123,7 +123,7 @@ class PropertyChecks:
         found.problems += self._is_linear(results)
         found.problems += self._takes_undefined(results)
         found.problems += self._respects_flags(results)
-        tolerance = self.tolerance.at_every_scale() if found.is_resolved else self.tolerance
+        tolerance = replace(self.tolerance, least_scale=0.0) if found.is_resolved else self.tolerance
         found.matches_autodiff = self._matches_autodiff(results, tolerance)
         return found
 

@@ -18,7 +18,9 @@ _MAX_WORST = 8
 _DOUBLE_BYTES = 8
 _STEADY = 4  # a real mistake changes by less than this fraction of itself
 _NUDGES = 6
-_NEARER = 1e-6  # factor of nudges next to the end of a function's domain
+_NEARER = 1e-6  # factor of nudges, if others change the derivative or leave the function's domain
+_FAR = 0.1  # a larger relative change of both derivatives is not rounding
+_TINY = float(np.finfo(float).tiny)
 _ARRAYS_PER_PART = 10  # arrays of the size of a part: analytic, numeric, errors, and temporaries of their comparison
 
 _LARGE_ERRORS = (
@@ -27,8 +29,8 @@ _LARGE_ERRORS = (
 )
 
 _NO_DIFFERENCES = (
-    "some entries have no finite differences, as the function is not finite next to the point in either direction: "
-    "autodiff decided there"
+    "next to some entries the function is not finite on either side, so there are no finite differences: autodiff "
+    "decided there"
 )
 
 # For each result leaf analytic values, references, and errors or tolerances of these.
@@ -75,8 +77,7 @@ class Comparison:
         The device returns the difference of each two entries, minus what their size allows. Only vectors with a larger
         result than the least tolerance are evaluated again and compared exactly.
         """
-        slope, tiny = self.tolerance.slope, float(np.finfo(float).tiny)
-        least = self.tolerance.precise(0.0, tiny)
+        slope, least = self.tolerance.slope, self.tolerance.precise(0.0, _TINY)
 
         def beyond(analytic: Arrays, reference: Arrays) -> list[Arrays]:
             return [[abs(a - r) - slope * abs(r) for a, r in zip(analytic, reference, strict=True)]]
@@ -124,21 +125,14 @@ class Comparison:
     def compare_with_differences(self, evaluate: Callable[[Comparison], Evaluated], *, coarsely: bool) -> Evaluated:
         """Returns values, finite differences and tolerances; `evaluate` returns errors instead of tolerances."""
         t = self.tolerance.strict() if coarsely else self.tolerance
-        evaluate = partial(self._with_differences_or_equal, evaluate) if coarsely else evaluate
         compared = self._compare(evaluate, t.coarse if coarsely else t.estimated, t.coarse, self.step)
-        if not coarsely and any((excess(a, n, t.plain(n)) > 1).any() for a, n, _ in compared):
+        if coarsely:  # autodiff is compared
+            is_missing = [np.isfinite(a) & ~np.isfinite(n) for a, n, _ in compared]
+            self.notes.update({_NO_DIFFERENCES: None} if any(map(np.any, is_missing)) else {})
+            return [(a, np.where(m, a, n), t) for (a, n, t), m in zip(compared, is_missing, strict=True)]
+        if any((excess(a, n, t.plain(n)) > 1).any() for a, n, _ in compared):
             self.notes[_LARGE_ERRORS] = None
         return compared
-
-    def _with_differences_or_equal(self, evaluate: Callable[[Comparison], Evaluated], there: Comparison) -> Evaluated:
-        """Returns what `evaluate` returns, with equal references where there are no finite differences."""
-        found = evaluate(there)
-        is_missing = [np.isfinite(a) & ~np.isfinite(r) for a, r, _ in found]
-        if any(map(np.any, is_missing)):
-            self.notes[_NO_DIFFERENCES] = None
-        return [
-            (a, np.where(m, a, r), np.where(m, 0.0, error)) for (a, r, error), m in zip(found, is_missing, strict=True)
-        ]
 
     def _compare(
         self,
@@ -156,31 +150,26 @@ class Comparison:
         """
         found = evaluate(self)
         tolerances = [bound(r, error) for _, r, error in found]
-        if any((excess(a, r, t) > 1).any() for (a, r, _), t in zip(found, tolerances, strict=True)):
-            errors, changes, movements = self._at_nudged(evaluate, found, step, 1.0)
-            is_far = [np.isfinite(a - r) & ~np.isfinite(c) for (a, r, _), c in zip(found, changes, strict=True)]
-            if any(map(np.any, is_far)):  # not finite there: next to the end of the function's domain
-                nearer = self._at_nudged(evaluate, found, step, _NEARER)
-                for arrays, others in zip((errors, changes, movements), nearer, strict=True):
-                    arrays[:] = [np.where(*items) for items in zip(is_far, others, arrays, strict=True)]
+        differ = [excess(a, r, t) > 1 for (a, r, _), t in zip(found, tolerances, strict=True)]
+        if any(map(np.any, differ)):
+            for size in (1.0, _NEARER):
+                errors, changes, movements = ([0.0] * len(found) for _ in range(3))
+                is_near = True
+                for nudged in self._nudged(step, size):
+                    for i, (there, (a, r, error)) in enumerate(zip(evaluate(nudged), found, strict=True)):
+                        change, movement = abs(there[0] - there[1] - (a - r)), abs(there[0] - a)
+                        errors[i] = np.fmax(errors[i], np.fmax(error, there[2]))
+                        changes[i], movements[i] = np.fmax(changes[i], change), np.fmax(movements[i], movement)
+                        is_far = (movement > _FAR * abs(a)) & (change < _FAR * movement) | ~np.isfinite(change)
+                        is_near &= not (differ[i] & np.isfinite(a - r) & is_far).any()
+                if is_near:
+                    break
             for i, (a, r, _) in enumerate(found):
                 # If the analytic values do not change, the references do: that is their error.
                 error = np.fmax(errors[i], np.where(_STEADY * movements[i] <= changes[i], changes[i], 0.0))
                 is_rounding = _STEADY * changes[i] >= abs(a - r)
                 tolerances[i] = np.where(is_rounding, bound_of_rounding(r, error), bound(r, errors[i]))
         return [(a, r, t) for (a, r, _), t in zip(found, tolerances, strict=True)]
-
-    def _at_nudged(
-        self, evaluate: Callable[[Comparison], Evaluated], found: Evaluated, step: float, size: float
-    ) -> tuple[list[Any], list[Any], list[Any]]:
-        """Returns the largest errors of the references, changes of differences, and changes of analytic values."""
-        errors, changes, movements = [error for _, _, error in found], [0.0] * len(found), [0.0] * len(found)
-        for nudged in self._nudged(step, size):
-            for i, (there, (a, r, _)) in enumerate(zip(evaluate(nudged), found, strict=True)):
-                errors[i] = np.fmax(errors[i], there[2])
-                changes[i] = np.maximum(changes[i], abs(there[0] - there[1] - (a - r)))
-                movements[i] = np.fmax(movements[i], abs(there[0] - a))
-        return errors, changes, movements
 
     def _nudged(self, step: float, size: float) -> Iterator[Comparison]:
         """Yields comparisons at inputs so near that derivatives are almost equal and roundings are not."""

@@ -231,7 +231,7 @@ class _Check:
             method = Projections(comparison)
         is_trusted = self._is_trusted(method)
         if is_trusted and self._is_resolved(comparison):
-            comparison = replace(comparison, tolerance=self.tolerance.at_every_scale())
+            comparison = replace(comparison, tolerance=replace(self.tolerance, least_scale=0.0))
             method = Projections(comparison) if self.options.fast_mode else comparison
         takes_differences = self.options.reference != "autodiff" and self.problem.dtype is None
         for mode in self.modes:
@@ -301,10 +301,10 @@ class _Check:
 
     def _is_resolved(self, comparison: Comparison) -> bool:
         """Whether small entries of autodiff are no rounding, so that a rule is compared at every scale."""
-        if self.options.reference == "autodiff" or self.findings[self.modes[-1].name].autodiff_agrees:
-            return self.options.reference == "autodiff" or self.findings[self.modes[-1].name].is_resolved
-        modes = [mode for mode in (self.derivatives.forward, self.derivatives.reverse) if mode.has_reference]
-        return self.problem.dtype is None and Projections(comparison).are_resolved(modes[0])
+        found, d = self.findings[self.modes[-1].name], self.derivatives
+        if self.options.reference == "autodiff" or found.autodiff_agrees or self.problem.dtype is not None:
+            return self.options.reference == "autodiff" or found.is_resolved
+        return Projections(comparison).are_resolved(d.forward if d.forward.has_reference else d.reverse)
 
     def _autodiff_decides(self, blocks: Sequence[JacobianBlock]) -> bool:
         """Whether autodiff decides, from the blocks in which it differs from finite differences."""

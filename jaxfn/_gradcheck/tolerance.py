@@ -24,15 +24,14 @@ rounding, and their estimated error too, which may be small by chance. So where 
 estimated at other inputs and steps near by, and the largest counts. Autodiff has errors if it changes there and the
 rule does not.
 
-Entries below 1e-3 are allowed 1e-11, as they may be rounding: `s * (1 - s)` for the sigmoid of 40 is 0, and not 4e-18.
-Only where finite differences agree with autodiff in all of a result, however small, is a small entry no rounding. Then
-a factor of 1.001 is found in `1e-15 * x` too.
+A small Jacobian may be all rounding, as `s * (1 - s)` is 0 and not 4e-18 for the sigmoid of 40, so the tolerance is at
+least 1e-11. Only if finite differences agree with autodiff in the first digits of all outputs is there no such bound.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -90,10 +89,6 @@ class Tolerance:
         """Whether the tolerance of precise references is smaller than that of the plain formula."""
         return self.is_default and self.is_double
 
-    def at_every_scale(self) -> Tolerance:
-        """Returns the tolerances for derivatives whose small entries are not rounding; see `are_resolved`."""
-        return replace(self, least_scale=0.0)
-
     def strict(self) -> Tolerance:
         """Returns the default tolerances, even if the caller passed others."""
         return Tolerance(ATOL, RTOL, True, self.precision)
@@ -136,7 +131,7 @@ class Tolerance:
     def _precise(self, reference: Any, scale: Any, rounding: Any) -> Any:
         if not self.is_default:
             return self.plain(reference)
-        least = np.where(scale > 0, self.least_scale, _TIGHTER)  # without any scale, there is no smaller one
+        least = np.where(scale > 0, self.least_scale, _TIGHTER)
         small = _TIGHTER * self.atol * np.clip(scale, least, 1.0) if self.is_tight else self.atol
         return small + rounding + self.slope * abs(reference)
 

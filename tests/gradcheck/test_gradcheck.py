@@ -450,6 +450,50 @@ def test_finite_differences_that_are_mostly_rounding(function, fast_mode):
     failure(with_factor(factor), x, fast_mode=fast_mode, reference="finite_differences")
 
 
+# Functions, and points next to the end of their domain.
+ENDS = {
+    "log": (losing_digits(jnp.log, lambda x: 1 / x), 1e-10),
+    "sqrt": (losing_digits(jnp.sqrt, lambda x: 0.5 / jnp.sqrt(x)), 1e-8),
+    "arccos": (losing_digits(jnp.arccos, lambda x: -1 / jnp.sqrt((1 - x) * (1 + x))), 1 - 1e-9),
+    "at the end": (losing_digits(lambda x: x**1.5, lambda x: 1.5 * jnp.sqrt(x)), 0.0),
+}
+
+
+@row("G3")
+@cells("function, fast_mode", [("log", False)], ENDS, [False, True])
+def test_next_to_the_end_of_a_domain(function, fast_mode):
+    with_factor, end = ENDS[function]
+    x = np.array([end, 0.5])
+    assert not passes(with_factor(1.0), x, fast_mode=fast_mode).notes[fast_mode:]
+    failure(with_factor(1.001), x, fast_mode=fast_mode)
+    passes(with_factor(1.0), x, fast_mode=fast_mode, reference="finite_differences")
+    failure(with_factor(2.0), x, fast_mode=fast_mode, reference="finite_differences")
+
+
+@row("G3")
+def test_autodiff_decides_where_there_are_no_finite_differences():
+    only_at_two = losing_digits(lambda x: x * x + jnp.where(x == 2, 0, jnp.nan), lambda x: 2 * x)
+    assert any("autodiff decided there" in note for note in passes(only_at_two(1.0), np.array([2.0])).notes)
+    failure(only_at_two(1.001), np.array([2.0]))
+
+
+@row("G3")
+@pytest.mark.parametrize("options", [{}, {"fast_mode": True}, {"reference": "autodiff"}], ids=str)
+def test_a_factor_of_a_thousandth_is_caught_however_small_the_derivative(options):
+    for size in (1e-10, 1e-15):
+        tiny = losing_digits(lambda x, size=size: size * x * x, lambda x, size=size: 2 * size * x)
+        passes(tiny(1.0), normal(3), **options)
+        failure(tiny(1.001), normal(3), **options)
+
+
+@row("G3")
+@pytest.mark.parametrize("fast_mode", [False, True])
+def test_a_derivative_that_is_all_rounding_is_not_mistaken_for_a_mistake(fast_mode):
+    sigmoid = losing_digits(lambda x: 1 / (1 + jnp.exp(-x)), lambda x: jax.nn.sigmoid(x) * (1 - jax.nn.sigmoid(x)))
+    passes(sigmoid(1.0), np.array([40.0]), fast_mode=fast_mode)  # 0 instead of 4e-18
+    passes(losing_digits(lambda x: jnp.sum(x - x.mean()), jnp.zeros_like)(1.0), normal(3), fast_mode=fast_mode)
+
+
 @row("G3")
 @pytest.mark.parametrize(
     "forward", [lambda x, b: b * jnp.sin(x), lambda x, b: jnp.sum(b * jnp.sin(x))], ids=["diagonal", "row"]

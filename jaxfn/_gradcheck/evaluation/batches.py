@@ -28,11 +28,12 @@ _LOOP_BATCH = 64
 # Points in units of the step, and the weights of the values there: in the derivative, and in an estimate of its error.
 _CENTRAL = (1, -1, 2, -2), (2 / 3, -2 / 3, -1 / 12, 1 / 12), (1 / 2, -1 / 2, -1 / 4, 1 / 4)
 _FORWARD = (0, 1, 2, 3), (-11 / 6, 3, -3 / 2, 1 / 3), (-2 / 3, 2, -2, 2 / 3)
-_BACKWARD = (0, -1, -2, -3), (11 / 6, -3, 3 / 2, -1 / 3), (2 / 3, -2, 2, -2 / 3)
 _STEPS = _CENTRAL[0]
-# Next to the end of a function's domain: factors of the step, and the error relative to the derivative that is enough.
-_SHORTER = [10.0**-k for k in range(9)]
-_SMALL_ERROR = 1e-6
+# Differences for where those are not finite, next to the end of a function's domain, with factors of the step.
+_OTHERS = [
+    (stencil, sign * 10.0**-k) for k in range(9) for stencil, sign in ((_CENTRAL, 1), (_FORWARD, 1), (_FORWARD, -1))
+]
+_SMALL_ERROR = 1e-6  # relative to the derivative
 _AS_GOOD = 1.1
 _DIFFERENCE_ULPS = 4  # rounding error of a difference of two values, in units in their last place
 
@@ -50,7 +51,8 @@ def _points(x: Any, vectors: Any, steps: Any) -> Any:
 def differences(outputs: Arrays, step: float, precision: float, stencil: Any = _CENTRAL) -> tuple[Arrays, Arrays]:
     """Returns derivatives from values at the points of a stencil, by default `points`, and bounds of their errors.
 
-    Central differences are of fourth order in the step. Each has shape (vectors, size), for each output; a bound of a complex number has those of both parts.
+    Each has shape (vectors, size), for each output; a bound of a complex number has those of both parts. Central
+    differences are of fourth order in the step.
     """
     values: Arrays = []
     errors: Arrays = []
@@ -58,7 +60,7 @@ def differences(outputs: Arrays, step: float, precision: float, stencil: Any = _
         rows = y.reshape(len(y) // len(_STEPS), len(_STEPS), math.prod(y.shape[1:]))
         value, error = (sum(w / step * rows[:, i] for i, w in enumerate(weights)) for weights in stencil[1:])
         values.append(value)
-        rounding = _DIFFERENCE_ULPS * precision / step * abs(rows[:, 0])
+        rounding = _DIFFERENCE_ULPS * precision / abs(step) * abs(rows[:, 0])
         bound = SAFETY * abs(error.real) + rounding
         errors.append(bound + 1j * (SAFETY * abs(error.imag) + rounding) if np.iscomplexobj(error) else bound)
     return values, errors
@@ -120,8 +122,7 @@ class BatchedEvaluator:
     ) -> tuple[Arrays, Arrays]:
         """Returns finite differences of a function along vectors of inputs; see `differences`.
 
-        Where the function is not finite at a point, as next to the end of its domain, shorter steps and one-sided
-        differences are taken too, and those with the smallest relative error are used.
+        Where they are not finite, those of shorter steps or of one side with the smallest relative error are used.
         """
 
         def along(stencil: Any, step: float) -> tuple[Arrays, Arrays]:
@@ -130,16 +131,14 @@ class BatchedEvaluator:
 
         values, errors = along(_CENTRAL, step)
         missing = [~np.isfinite(error) for error in errors]
-        for factor in _SHORTER:
-            for stencil in (_CENTRAL, _FORWARD, _BACKWARD):
-                pairs = zip(values, errors, missing, strict=True)
-                if all((abs(e[m]) <= _SMALL_ERROR * abs(v[m])).all() for v, e, m in pairs):
-                    return values, errors
-                for i, (value, error) in enumerate(zip(*along(stencil, factor * step), strict=True)):
-                    # Of differences as good as each other relative to the derivative, the shorter ones are nearer to it.
-                    is_better = missing[i] & ~(abs(error * values[i]) > _AS_GOOD * abs(errors[i] * value))
-                    is_better &= np.isfinite(error)
-                    values[i], errors[i] = np.where(is_better, value, values[i]), np.where(is_better, error, errors[i])
+        for stencil, factor in _OTHERS:
+            if all((abs(e) <= _SMALL_ERROR * abs(v))[m].all() for v, e, m in zip(values, errors, missing, strict=True)):
+                break
+            for i, (value, error) in enumerate(zip(*along(stencil, factor * step), strict=True)):
+                # Of relative errors that are about equal, that of the shorter step is right.
+                is_worse = abs(error * values[i]) > _AS_GOOD * abs(errors[i] * value)
+                is_better = missing[i] & np.isfinite(error) & ~is_worse
+                values[i], errors[i] = np.where(is_better, value, values[i]), np.where(is_better, error, errors[i])
         return values, errors
 
     def _at_points(self, function: LeafFunction, vectors: Vectors, steps: Any) -> Arrays:

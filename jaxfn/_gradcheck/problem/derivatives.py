@@ -13,17 +13,11 @@ import numpy as np
 
 from jaxfn._compat import SymbolicZero, closed_call_p, is_code_of_jax
 from jaxfn._gradcheck.problem.problem import Leaf, LeafFunction, Problem
-from jaxfn._gradcheck.problem.staging import (
-    HAVE_RULES,
-    LAX_PRIMITIVES,
-    JaxprFunction,
-    has_rule_of_jaxfn,
-    stage,
-    stage_without_x64,
-)
-from jaxfn._jaxpr import identity_primitives, is_any_of, is_reverse_only, jaxprs_in_params, subjaxpr_rules
+from jaxfn._gradcheck.problem.staging import HAVE_RULES, LAX_PRIMITIVES, JaxprFunction, stage, stage_without_x64
+from jaxfn._jaxpr import identity_primitives, is_any_of, is_reverse_only, jaxprs_in_params, open_jaxpr, subjaxpr_rules
 from jaxfn._observe import CallMonitor
 from jaxfn._primitives import linear_map_p
+from jaxfn._rule import call_with_rule
 from jaxfn._tree import conjugate
 
 # (inputs, cotangents) -> (outputs, gradients), or (inputs, tangents) -> (outputs, output tangents); all are lists.
@@ -352,10 +346,16 @@ def _has_unknown_code(primal: LeafFunction, forward_rule: object) -> bool:
     """Whether there is code, other than that of monitored methods, that may see what is differentiated or batched."""
     if not isinstance(primal, JaxprFunction):
         return True
-    unknown = [eqn for eqn in primal.eqns if not has_rule_of_jaxfn(eqn)]
-    return any(eqn.params.get("symbolic_zeros") or not is_any_of(eqn, _MONITORED) for eqn in unknown) or (
+    others = [eqn for eqn in primal.eqns if not _calls_function(eqn)]
+    return any(eqn.params.get("symbolic_zeros") or not is_any_of(eqn, _MONITORED) for eqn in others) or (
         isinstance(forward_rule, JaxprFunction) and any(eqn.primitive is linear_map_p for eqn in forward_rule.eqns)
     )
+
+
+def _calls_function(eqn: Any) -> bool:
+    """Whether an eqn is a call of a Function, with its rule."""
+    called = open_jaxpr(eqn.params["call_jaxpr"])[0] if eqn.primitive in HAVE_RULES else None
+    return called is not None and called.debug_info.func_filename == call_with_rule.__code__.co_filename
 
 
 class _Tracer:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -23,7 +22,6 @@ from jax.tree_util import (
 
 from jaxfn._compat import add_jaxvals_p, custom_jvp_call_p, custom_vjp_call_p, dce_jaxpr, make_jaxpr, manual_axes
 from jaxfn._jaxpr import all_eqns, dependent_eqns, flat_params, is_variable, jaxprs_in_params, open_jaxpr
-from jaxfn._rule import call_with_rule
 from jaxfn._tree import double, is_inexact
 
 # JAX's operations, which run no Python code.
@@ -34,7 +32,6 @@ LAX_PRIMITIVES = frozenset(
 # The params of these primitives hold AD and batching rules, which no longer matter in a compiled program, so they do
 # not count as callbacks.
 HAVE_RULES = frozenset({custom_vjp_call_p, custom_jvp_call_p})
-_FOLDER = os.path.dirname(call_with_rule.__code__.co_filename)
 
 
 @register_dataclass
@@ -136,13 +133,6 @@ def is_same_output(alone: object, whole: object, index: int) -> bool:
 def bytes_per_call(function: object) -> int:
     """Returns the bytes that one call computes, including intermediates; 0 if the function is not staged."""
     return computed_bytes(function.eqns) if isinstance(function, JaxprFunction) else 0
-
-
-def has_rule_of_jaxfn(eqn: Any) -> bool:
-    """Whether an eqn is a call whose derivative is defined by jaxfn: that of a Function."""
-    if eqn.primitive not in HAVE_RULES:
-        return False
-    return os.path.dirname(open_jaxpr(eqn.params["call_jaxpr"])[0].debug_info.func_filename or "") == _FOLDER
 
 
 def computed_bytes(eqns: Sequence[Any]) -> int:
