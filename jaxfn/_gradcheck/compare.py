@@ -28,10 +28,7 @@ _LARGE_ERRORS = (
     "differences within these errors were allowed"
 )
 
-_NO_DIFFERENCES = (
-    "next to some entries the function is not finite on either side, so there are no finite differences: autodiff "
-    "decided there"
-)
+_NO_DIFFERENCES = "some entries have no finite differences, as no value near by is finite: autodiff decided there"
 
 # For each result leaf analytic values, references, and errors or tolerances of these.
 Evaluated = Sequence[tuple[Any, Any, Any]]

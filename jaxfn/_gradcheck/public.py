@@ -96,7 +96,7 @@ def gradcheck(
         `|analytic - reference| <= atol + rtol * |reference|`. By default, the tolerance for a precise reference
         (autodiff, or finite differences with a small error estimate) is a thousand times smaller, but never smaller
         than its errors and rounding: a factor of 1.001 is found. Finite differences of a function that loses digits
-        have larger errors, which are estimated and allowed.
+        have larger errors, which are estimated and allowed. Next to the end of its domain shorter steps are taken.
       raise_exception: Whether to raise on failure, instead of returning False.
       nondet_tol: The largest difference of the results of two runs.
       check_undefined_grad: Whether gradients of outputs, and tangents of inputs, may be undefined one at a time.

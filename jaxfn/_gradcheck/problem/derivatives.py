@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property
@@ -17,7 +18,6 @@ from jaxfn._gradcheck.problem.staging import HAVE_RULES, LAX_PRIMITIVES, JaxprFu
 from jaxfn._jaxpr import identity_primitives, is_any_of, is_reverse_only, jaxprs_in_params, open_jaxpr, subjaxpr_rules
 from jaxfn._observe import CallMonitor
 from jaxfn._primitives import linear_map_p
-from jaxfn._rule import call_with_rule
 from jaxfn._tree import conjugate
 
 # (inputs, cotangents) -> (outputs, gradients), or (inputs, tangents) -> (outputs, output tangents); all are lists.
@@ -340,22 +340,25 @@ _UNCHECKED = UnavailableError("that mode is not checked")
 _UNMONITORED = frozenset({linear_map_p, closed_call_p, "custom_vmap_call"})
 # Primitives that run JAX's code alone, or that of Functions, which is monitored while JAX traces it.
 _MONITORED = (LAX_PRIMITIVES | identity_primitives | subjaxpr_rules.keys()) - _UNMONITORED
+_FOLDER = os.path.dirname(conjugate.__code__.co_filename)
 
 
 def _has_unknown_code(primal: LeafFunction, forward_rule: object) -> bool:
     """Whether there is code, other than that of monitored methods, that may see what is differentiated or batched."""
     if not isinstance(primal, JaxprFunction):
         return True
-    others = [eqn for eqn in primal.eqns if not _calls_function(eqn)]
-    return any(eqn.params.get("symbolic_zeros") or not is_any_of(eqn, _MONITORED) for eqn in others) or (
-        isinstance(forward_rule, JaxprFunction) and any(eqn.primitive is linear_map_p for eqn in forward_rule.eqns)
+
+    def is_unknown(eqn: Any) -> bool:
+        if eqn.primitive in HAVE_RULES:
+            called, _ = open_jaxpr(eqn.params["call_jaxpr"])
+            if os.path.dirname(called.debug_info.func_filename or "") == _FOLDER:  # a call of a Function
+                return False
+        return eqn.params.get("symbolic_zeros") or not is_any_of(eqn, _MONITORED)
+
+    has_linear_map = isinstance(forward_rule, JaxprFunction) and any(
+        e.primitive is linear_map_p for e in forward_rule.eqns
     )
-
-
-def _calls_function(eqn: Any) -> bool:
-    """Whether an eqn is a call of a Function, with its rule."""
-    called = open_jaxpr(eqn.params["call_jaxpr"])[0] if eqn.primitive in HAVE_RULES else None
-    return called is not None and called.debug_info.func_filename == call_with_rule.__code__.co_filename
+    return has_linear_map or any(map(is_unknown, primal.eqns))
 
 
 class _Tracer:
