@@ -300,7 +300,7 @@ class _Check:
         return False
 
     def _is_resolved(self, comparison: Comparison) -> bool:
-        """Whether small entries of autodiff are no rounding, so that a rule is compared at every scale."""
+        """Whether small entries of autodiff are exact, so that a rule is compared with them at every scale."""
         found, d = self.findings[self.modes[-1].name], self.derivatives
         if self.options.reference == "autodiff" or found.autodiff_agrees or self.problem.dtype is not None:
             return self.options.reference == "autodiff" or found.is_resolved
