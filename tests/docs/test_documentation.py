@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 
 import jaxfn
-from tests.support.marks import row
+from tests.support.marks import HIGH_PRIMITIVES, row
 
 ROOT = Path(__file__).parents[2]
 WITH_EXAMPLES = [
@@ -71,8 +71,9 @@ def programs() -> Iterator[Any]:
         ]
         beginnings = [i for i, block in enumerate(blocks) if block.startswith("import jax")]
         assert not blocks or beginnings[0] == 0, f"{page}: the first example does not import jax"
+        marks = HIGH_PRIMITIVES if page.stem == "what_jax_sees" else ()
         for begin, end in itertools.pairwise([*beginnings, len(blocks)]):
-            yield pytest.param("\n".join(blocks[begin:end]), id=f"{page.stem}-{begin}")
+            yield pytest.param("\n".join(blocks[begin:end]), id=f"{page.stem}-{begin}", marks=marks)
 
 
 @pytest.mark.parametrize("program", list(programs()))
