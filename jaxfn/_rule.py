@@ -169,21 +169,29 @@ class _Taken(NamedTuple):
 
 
 def _make_custom_derivative(methods: UserMethods) -> Callable[..., CallResults]:
-    """Makes the custom derivative of one Function class, so that jaxprs and JAX's messages have its name."""
+    """Makes the custom derivative of one Function class.
+
+    JAX forgets the rule of a `custom_jvp` in some second derivatives of `scan`, and differentiates its body (0.10.0 to
+    0.12.0). So the body is a `custom_vjp`.
+    """
 
     def function(call: _Call, arrays: CallArrays) -> CallResults:
         return call.run(arrays)
 
-    function.__name__ = function.__qualname__ = methods.name
-    vars(function)["__signature__"] = inspect.signature(function)
-    methods.show_source(function)
-    if methods.has_forward_mode:
-        custom_jvp = jax.custom_jvp(function)
-        custom_jvp.defjvp(_jvp, symbolic_zeros=True)
-        return custom_jvp
+    def function_with_vjp(call: _Call, arrays: CallArrays) -> CallResults:
+        return custom_vjp(call, arrays)
+
+    for f in (function, function_with_vjp):  # for jaxprs and JAX's messages
+        f.__name__ = f.__qualname__ = methods.name
+        vars(f)["__signature__"] = inspect.signature(f)
+        methods.show_source(f)
     custom_vjp = jax.custom_vjp(function)
     custom_vjp.defvjp(_fwd, _bwd, symbolic_zeros=True)
-    return custom_vjp
+    if not methods.has_forward_mode:
+        return custom_vjp
+    custom_jvp = jax.custom_jvp(function_with_vjp)
+    custom_jvp.defjvp(_jvp, symbolic_zeros=True)
+    return custom_jvp
 
 
 _NO_FORWARD_MODE = "forward-mode"  # in JAX's message for `jax.custom_vjp`
@@ -300,13 +308,40 @@ def _bwd(flat: list[Any], results: CallResults) -> tuple[None, CallArrays]:
     if taken.captures_perturbed and any(ct is not None for ct in outputs):
         _captured_error(call).throw()
     if any(ct is not None for ct in outputs) or not any(ct is not None for ct in intermediates):
-        residuals = jax.tree.unflatten(taken.treedef, leaves)
-        gradients = taken.derivative.backward(residuals, outputs)
+        gradients = _pull(taken.derivative, jax.tree.unflatten(taken.treedef, leaves), outputs)
     if taken.intermediates is not None and any(ct is not None for ct in intermediates):
         pulled = taken.intermediates.pull(leaves, intermediates)
         gradients = list(map(_sum, gradients, pulled))
         captured = pulled[len(gradients) :]
     return None, CallArrays(gradients, captured)
+
+
+def _pull(derivative: Derivative, residuals: Residuals, cotangents: Sequence[Any]) -> list[Any]:
+    """Returns a cotangent for each array leaf of the inputs, by `backward`, or by transposing the only rule, `jvp`."""
+    forward_pass = derivative.forward_pass
+    if forward_pass.spec.methods.has_backward or not forward_pass.spec.methods.has_jvp:
+        return derivative.backward(residuals, cotangents)
+    push, avals = _checked_jvp(derivative, residuals)
+    pairs = zip(forward_pass.differentiable, derivative.avals, strict=True)
+    cts = [zeros_of(aval) if cotangents[i] is None else cotangents[i] for i, aval in pairs]
+    pulled = jax.linear_transpose(push, *map(shape_struct, avals))(cts)
+    return replace_at(derivative.perturbed, [None] * len(forward_pass.input_avals), pulled)
+
+
+def _checked_jvp(derivative: Derivative, residuals: Residuals) -> tuple[Callable[..., list[Any]], list[Any]]:
+    """Returns `jvp` as a function of the perturbed inputs' tangents, and their types. Raises if it is not linear."""
+    forward_pass = derivative.forward_pass
+
+    def push(*tangents: Any) -> list[Any]:
+        every: list[Any] = [None] * len(forward_pass.input_avals)
+        with jax.ensure_compile_time_eval():  # `jvp` may read the values of residuals
+            every = derivative.jvp(residuals, replace_at(derivative.perturbed, every, tangents))
+        moved = zip([every[i] for i in forward_pass.differentiable], derivative.avals, strict=True)
+        return [zeros_of(aval) if t is None else t for t, aval in moved]
+
+    avals = [forward_pass.input_avals[i].to_tangent_aval() for i in derivative.perturbed]
+    _check_linear(push, avals, f"{forward_pass.spec.name}.jvp", "reverse mode", "tangents")
+    return push, avals
 
 
 def _sum(a: Any, b: Any) -> Any:
@@ -443,19 +478,8 @@ class _LinearityCheck(LinearMap):
         return list(tangents[len(self._derivative.perturbed) :])
 
     def transpose(self, residuals: Sequence[Any], cotangents: Sequence[jax.Array | None]) -> list[jax.Array | None]:
-        derivative = self._derivative
-        forward_pass = derivative.forward_pass
-
-        def push(*tangents: Any) -> list[Any]:
-            restored = jax.tree.unflatten(self._treedef, residuals)
-            every: list[Any] = [None] * len(forward_pass.input_avals)
-            with jax.ensure_compile_time_eval():  # `jvp` may read the values of residuals
-                every = derivative.jvp(restored, replace_at(derivative.perturbed, every, tangents))
-            return [t for t in every if t is not None]
-
-        avals = [forward_pass.input_avals[i].to_tangent_aval() for i in derivative.perturbed]
-        _check_linear(push, avals, f"{forward_pass.spec.name}.jvp", "reverse mode", "tangents")
-        return [*[None] * len(avals), *cotangents]
+        _checked_jvp(self._derivative, jax.tree.unflatten(self._treedef, residuals))
+        return [*[None] * len(self._derivative.perturbed), *cotangents]
 
 
 def _check_linear(function: Callable[..., Any], avals: Sequence[Any], method: str, mode: str, vectors: str) -> None:
