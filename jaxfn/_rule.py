@@ -20,7 +20,7 @@ further result of the call; its derivative is that of forward's own operations (
 # Note: what depends on a run of `forward` is not in a pytree
 
 JAX traces `fwd` once for each pattern of perturbed inputs, and uses the tree of the last residuals for all of them. So
-they are a flat list. Its first array is empty; the shape is the index of the derivative that the others belong to.
+they are a flat list. The shape of its first array, which is empty, says which derivative the others belong to.
 """
 
 from __future__ import annotations
@@ -283,10 +283,12 @@ def _fwd(call: _Call, primals: CallArrays) -> tuple[CallResults, list[Any]]:
     )
     taken, results, leaves = _differentiate(call, arrays, perturbed)
     call.derivatives.append(taken)
-    index = next(i for i, other in enumerate(call.derivatives) if other is taken)  # other threads append too
+    index = next(i for i, other in enumerate(call.derivatives, 1) if other is taken)  # other threads append too
     if taken.derivative.forward_pass.reads_flags:  # with other flags it may save more or fewer arrays
         leaves += [np.zeros(0, np.float32)] * (-len(leaves) % _RESIDUALS_ROUNDED_TO)
-    return results, [call, np.zeros((index, 0), np.float32), *leaves]
+    # In `shard_map` an array without elements may lack a sharding.
+    token = np.zeros((index, 1 if manual_axes_here() else 0), bool)
+    return results, [call, token, *leaves]
 
 
 def _value_of(primal: CustomVJPPrimal) -> Any:
@@ -299,8 +301,8 @@ def _is_perturbed(primal: CustomVJPPrimal) -> bool:
 
 @hiding_own_frames
 def _bwd(flat: list[Any], results: CallResults) -> tuple[None, CallArrays]:
-    call, index, *leaves = flat
-    taken: _Taken = call.derivatives[index.shape[0]]
+    call, token, *leaves = flat
+    taken: _Taken = call.derivatives[token.shape[0] - 1]
     leaves = leaves[: taken.treedef.num_leaves]
     outputs, intermediates = (list(map(_without_zero, part)) for part in results)
     gradients: list[Any] = [None] * len(call.flags)
