@@ -17,6 +17,7 @@ from jaxfn._boundary import (
     non_differentiable_outputs,
     output_tangents,
 )
+from jaxfn._captures import captured_tracers, with_captured
 from jaxfn._compat import record_source_lines
 from jaxfn._context import ContextState, FunctionCtx, SavedNames, collect_saved, restore_ctx, use_saved_for_forward
 from jaxfn._hooks import PackedResiduals
@@ -38,16 +39,26 @@ class CallSpec:
         self.name = methods.name
         self.inputs = inputs
 
-    @property
-    def may_capture_tracers(self) -> bool:
-        """Whether `forward` may use tracers other than the array leaves: in a closure, or in an object it is passed."""
-        return self.inputs.has_objects or self.methods.may_capture_tracers
-
     def captured(self) -> tuple[list[Any], int]:
-        """Returns the tracers that the methods capture, those of `forward` first, and the number of these."""
-        own = self.methods.forward_captures() if self.may_capture_tracers else []
-        others = [x for x in self.methods.derivative_captures() if all(x is not y for y in own)]
+        """Returns the tracers that the methods and functions among the inputs capture, and how many are `forward`'s.
+
+        These come first.
+        """
+        own = self.methods.forward_captures()
+        if self.inputs.objects:
+            own += captured_tracers(self.inputs.objects)
+        others = [x for x in self.methods.rule_captures() if all(x is not y for y in own)]
         return [*own, *others], len(own)
+
+    def with_captured(self, tracers: Sequence[Any], values: Sequence[Any]) -> CallSpec:
+        """Returns the call with other values for captured tracers."""
+        if not tracers:
+            return self
+        captured = dict(zip(map(id, tracers), values, strict=True))
+        trees = self.inputs.trees
+        if self.inputs.objects:
+            trees = tuple(TreeSpec(t.treedef, with_captured(t.leaves, captured)) if t.objects else t for t in trees)
+        return CallSpec(self.methods.with_captured(captured), InputSpec(self.inputs.names, trees))
 
     def scope(self, method: str) -> Any:
         """Names the operations of a method in compiled programs and profiles."""
@@ -228,8 +239,8 @@ def run_forward(
     if names:
         inputs = label_present(inputs, spec.name, "forward", "input", names)
     with spec.scope("forward"), record_source_lines() if names else nullcontext():
-        captured = dict(zip(map(id, tracers), arrays.captured, strict=True))
-        state, ctx, returned = call_forward(spec, inputs, flags, captured, use_vmap)
+        bound = spec.with_captured(tracers, arrays.captured)
+        state, ctx, returned = call_forward(bound, inputs, flags, use_vmap)
         if any(flags):
             _check_python_numbers(spec, inputs, flags, returned.spec)
     saved, intermediates = _save(ctx, inputs, returned.originals, has_hooks)
@@ -311,8 +322,8 @@ class Derivative:
             cotangents, forward_pass.output_avals, forward_pass.materialize_grads
         )
         with spec.scope("backward"):
-            state, ctx, captured = self._restore_ctx(residuals)
-            returned = spec.methods.backward(ctx, grad_outputs, captured)
+            state, ctx = self._restore_ctx(residuals)
+            returned = self._methods(residuals).backward(ctx, grad_outputs)
             try:
                 gradients = input_cotangents(spec.name, spec.inputs, returned, forward_pass.input_avals, self.flags)
                 if manual_axes_here() or forward_pass.is_on_mesh:
@@ -337,12 +348,12 @@ class Derivative:
     def _jvp(self, residuals: Residuals, tangents: Sequence[jax.Array | None]) -> list[jax.Array | None]:
         forward_pass, spec = self.forward_pass, self.forward_pass.spec
         with spec.scope("jvp"):
-            state, ctx, captured = self._restore_ctx(residuals)
+            state, ctx = self._restore_ctx(residuals)
             use_saved_for_forward(state)
             user_tangents = input_tangents(
                 tangents, spec.inputs, forward_pass.input_avals, forward_pass.materialize_grads
             )
-            returned = spec.methods.jvp(ctx, user_tangents, captured)
+            returned = self._methods(residuals).jvp(ctx, user_tangents)
             try:
                 results = output_tangents(spec.name, returned, forward_pass.outputs, forward_pass.output_avals)
             except (RuntimeError, TypeError) as error:
@@ -350,15 +361,19 @@ class Derivative:
                 raise
         return emit_logs(spec.name, "jvp", state.logged, results) if state.logged else results
 
-    def _restore_ctx(self, residuals: Residuals) -> tuple[ContextState, FunctionCtx, dict[int, Any]]:
-        """Returns the ctx as `forward` left it, and the present values of captured tracers by their `id`."""
+    def _methods(self, residuals: Residuals) -> UserMethods:
+        """Returns the user's methods with the present values of captured tracers."""
+        return self.forward_pass.spec.with_captured(self.tracers, residuals.captured).methods
+
+    def _restore_ctx(self, residuals: Residuals) -> tuple[ContextState, FunctionCtx]:
+        """Returns the ctx as `forward` left it."""
         forward_pass, inputs = self.forward_pass, self.forward_pass.spec.inputs
         saved = residuals.saved if self.packed is None else self.packed.unpack(residuals.saved)
         state = ContextState(inputs.names, inputs.needs_input_grad(self.flags))
         state.num_outputs = len(forward_pass.outputs.trees)
         state.materialize_grads = forward_pass.materialize_grads
         ctx = restore_ctx(state, forward_pass.saved.names, forward_pass.saved.unflatten(saved))
-        return state, ctx, dict(zip(map(id, self.tracers), residuals.captured, strict=True))
+        return state, ctx
 
     def _call(
         self,
@@ -417,7 +432,6 @@ def call_forward(
     spec: CallSpec,
     arrays: Sequence[Any],
     perturbed: tuple[bool, ...],
-    captured: dict[int, Any] | None = None,
     use_vmap: bool = True,
 ) -> tuple[ContextState, FunctionCtx, ForwardOutputs]:
     """Calls the user's `forward`; returns the ctx that it filled and its outputs, without the Function's rule."""
@@ -432,7 +446,7 @@ def call_forward(
             returned = forward_with_vmap(methods, inputs, ctx, arrays)
         else:
             values = inputs.unflatten(arrays)
-            returned = methods.forward(ctx, inputs, values, captured)
+            returned = methods.forward(ctx, inputs, values)
             if inputs.mutable:
                 inputs.check_inputs_unchanged(spec.name, values, arrays, returned.originals)
     except jax.errors.UnexpectedTracerError as error:

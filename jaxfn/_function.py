@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import suppress
 from functools import lru_cache
 from typing import Any, ClassVar, Never, overload
@@ -15,7 +15,7 @@ from jaxfn._methods import UserMethods, undefined
 from jaxfn._observe import CALL_MONITOR, active_monitor
 from jaxfn._rule import call_untraced, call_with_rule, call_without_rule
 from jaxfn._signature import InputNames, InputSpec
-from jaxfn._tree import ARRAY_SPEC, Opaque, TreeSpec, as_array, flatten, is_traced
+from jaxfn._tree import ARRAY_SPEC, TreeSpec, as_array, flatten, is_traced
 
 # The maximum number of `CallSpec`s, one per argument structure and static values, that each Function caches.
 _MAX_CACHED_CALLS = 256
@@ -183,7 +183,7 @@ def show_signature(apply: Callable[..., Any]) -> None:
             methods.show_source(apply)
 
 
-class _Dispatcher(Opaque):
+class _Dispatcher:
     """Implements `apply` for one Function class, and caches the static parts of its calls."""
 
     def __init__(self, function: type[Function]) -> None:
@@ -193,10 +193,6 @@ class _Dispatcher(Opaque):
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickles the class alone, which cloudpickle may store by value; caches are rebuilt."""
         return _Dispatcher, (self._function,)
-
-    def searchable_parts(self) -> Sequence[object]:
-        """Returns what a call runs, which another Function that calls this one captures; not the derivatives."""
-        return self._function.forward, self._function.setup_context
 
     def methods_and_cache(self) -> tuple[UserMethods, Callable[..., CallSpec]]:
         """Returns the class's methods, looked up again if one was replaced, and the cached specs of their calls."""

@@ -2,22 +2,21 @@
 
 from __future__ import annotations
 
+import copy
 import difflib
 import types
 import warnings
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from operator import is_
 from typing import Any, TypeVar
 
-from jax.core import Tracer
-
 from jaxfn._boundary import ForwardOutputs, flatten_outputs
+from jaxfn._captures import captured_tracers, captures_any, with_captured
 from jaxfn._context import FunctionCtx, ctx_state
 from jaxfn._diagnostics import add_hint, add_to_message, location_without_return, signature_error, source_location
 from jaxfn._signature import ForwardSignature, InputSpec
 from jaxfn._traces import is_in_scope
-from jaxfn._tree import captured_values, held_values
 
 _F = TypeVar("_F", bound=Callable[..., Any])
 _UNDEFINED = "_jaxfn_undefined"
@@ -65,11 +64,13 @@ class UserMethods:
         self._method_key = _method_key(function)
         self._forward = function.forward
         self._setup_context = function.setup_context
-        derivatives = (function.backward, function.vjp, function.jvp)
-        self._closures = [f for f in derivatives if not isinstance(f, types.FunctionType) or _captures_any(f)]
+        self._backward = function.vjp if _is_defined(function.vjp) else function.backward
+        self._jvp = function.jvp
+        self._forward_closures = list(filter(captures_any, (self._forward, self._setup_context)))
+        self._rule_closures = list(filter(captures_any, (self._backward, self._jvp)))
         self._is_separate = _is_defined(self._setup_context)
         self._warned: set[str] = set()
-        self._custom_derivative: Any = None
+        self._custom_derivatives: dict[bool, Any] = {}
         if not _is_defined(self._forward):
             hint = _similar_attribute(function, "forward")
             raise NotImplementedError(f"{self.name} defines no forward. Write it as a static method.{hint}")
@@ -90,22 +91,26 @@ class UserMethods:
         key = _method_key(self._function)
         return all(map(is_, key, self._method_key)) or all(map(_is_same, key, self._method_key))
 
-    @property
-    def may_capture_tracers(self) -> bool:
-        """Whether `forward` or `setup_context` has a closure or defaults that might hold a tracer."""
-        return _may_capture_tracers(self._forward) or _may_capture_tracers(self._setup_context)
-
     def forward_captures(self) -> list[Any]:
         """Returns the tracers in the closure and the defaults of `forward`, in Python's containers too."""
-        return _captured_tracers((self._forward, self._setup_context), _CONTAINERS)
+        return captured_tracers(self._forward_closures) if self._forward_closures else []
 
-    def derivative_captures(self) -> list[Any]:
+    def rule_captures(self) -> list[Any]:
         """Returns the tracers in the closures and the defaults of `backward` and `jvp`, in tuples too.
 
         A list or a dict may be a log, with tracers of programs that have ended. A value that a derivative outside of
         this program traces cannot be used here.
         """
-        return list(filter(is_in_scope, _captured_tracers(self._closures, (tuple,)))) if self._closures else []
+        return list(filter(is_in_scope, captured_tracers(self._rule_closures, (tuple,)))) if self._rule_closures else []
+
+    def with_captured(self, captured: Mapping[int, Any]) -> UserMethods:
+        """Returns the methods with new values for the tracers that they capture, by their `id`s."""
+        if not captured:
+            return self
+        methods = copy.copy(self)
+        for name in ("_forward", "_setup_context", "_backward", "_jvp"):
+            setattr(methods, name, with_captured(getattr(self, name), captured))
+        return methods
 
     @property
     def no_forward_mode(self) -> str:
@@ -132,11 +137,11 @@ class UserMethods:
             )
         return None
 
-    def custom_derivative(self, make: Callable[[UserMethods], Any]) -> Any:
-        """Returns JAX's custom derivative for calls of the Function, made once."""
-        if self._custom_derivative is None:
-            self._custom_derivative = make(self)
-        return self._custom_derivative
+    def custom_derivative(self, make: Callable[[UserMethods, bool], Any], is_transposed: bool) -> Any:
+        """Returns JAX's custom derivative for calls of the Function, made once for each way in which JAX uses it."""
+        if is_transposed not in self._custom_derivatives:
+            self._custom_derivatives[is_transposed] = make(self, is_transposed)
+        return self._custom_derivatives[is_transposed]
 
     def show_source(self, function: Any) -> None:
         """Lets JAX's messages about a function say where `forward` is."""
@@ -145,31 +150,20 @@ class UserMethods:
             code, scope, closure = forward.__code__, forward.__globals__, forward.__closure__
             function.__wrapped__ = types.FunctionType(code, scope, function.__name__, None, closure)
 
-    def forward(
-        self, ctx: FunctionCtx, spec: InputSpec, inputs: tuple[Any, ...], captured: dict[int, Any] | None = None
-    ) -> ForwardOutputs:
-        """Calls `forward`, and `setup_context` if there is one, with new values for the tracers in `captured`."""
-        captured = dict(captured or {})
+    def forward(self, ctx: FunctionCtx, spec: InputSpec, inputs: Sequence[Any]) -> ForwardOutputs:
+        """Calls `forward`, and `setup_context` if there is one."""
         if self._is_separate:
-            return self.set_up(ctx, inputs, self.forward_alone(spec, inputs, (), captured), captured)
-        return self.forward_alone(spec, inputs, (ctx,), captured)
+            return self.set_up(ctx, inputs, self.forward_alone(spec, inputs))
+        return self.forward_alone(spec, inputs, (ctx,))
 
     def add_forward_hint(self, error: Exception, *ctx: FunctionCtx) -> None:
         """Adds a hint to an error of `forward`."""
         add_hint(error, self.name, "forward", self._forward, *ctx)
 
-    def forward_alone(
-        self,
-        spec: InputSpec,
-        inputs: Sequence[Any],
-        ctx: tuple[Any, ...] = (),
-        captured: dict[int, Any] | None = None,
-    ) -> ForwardOutputs:
+    def forward_alone(self, spec: InputSpec, inputs: Sequence[Any], ctx: tuple[Any, ...] = ()) -> ForwardOutputs:
         """Calls `forward`, with the ctx if it takes one."""
-        if captured and spec.has_objects:
-            inputs = [_with_captured(x, captured) for x in inputs]
         try:
-            outputs = flatten_outputs(spec.names.call(_with_captured(self._forward, captured or {}), ctx, inputs))
+            outputs = flatten_outputs(spec.names.call(self._forward, ctx, inputs))
         except Exception as error:
             self.add_forward_hint(error, *ctx)
             raise
@@ -177,21 +171,14 @@ class UserMethods:
             self._warn_of_no_return("forward", self._forward)
         return outputs
 
-    def set_up(
-        self,
-        ctx: FunctionCtx,
-        inputs: tuple[Any, ...],
-        outputs: ForwardOutputs,
-        captured: dict[int, Any] | None = None,
-    ) -> ForwardOutputs:
+    def set_up(self, ctx: FunctionCtx, inputs: Sequence[Any], outputs: ForwardOutputs) -> ForwardOutputs:
         """Calls `setup_context`; returns the outputs that it received."""
         ctx_state(ctx).num_outputs = len(outputs.spec.trees)
-        set_up = _with_captured(self._setup_context, captured or {})
-        self._call_method("setup_context", set_up, ctx, (inputs, outputs.value))
+        self._call_method("setup_context", self._setup_context, ctx, (tuple(inputs), outputs.value))
         return outputs
 
-    def backward(self, ctx: FunctionCtx, grad_outputs: list[Any], captured: dict[int, Any]) -> Any:
-        """Calls `backward`, or `vjp`, its other name, with new values for the tracers in `captured`."""
+    def backward(self, ctx: FunctionCtx, grad_outputs: list[Any]) -> Any:
+        """Calls `backward`, or `vjp`, its other name."""
         if not self.has_backward:
             is_decorated = getattr(self._function, "_jaxfn_is_decorated", False)
             what = f"def _(ctx, *grad_outputs) below @{self.name}.backward" if is_decorated else _STATIC_BACKWARD
@@ -204,20 +191,15 @@ class UserMethods:
                 f"{self.name}: implementing both 'backward' and 'vjp' for a custom Function is not allowed. You should "
                 "only implement one of them."
             )
-        backward = _with_captured(self._backward(), captured)
         arguments = (list(grad_outputs),) if self._function.boxed_grads_call else grad_outputs
-        returned = self._call_method("backward", backward, ctx, arguments)
+        returned = self._call_method("backward", self._backward, ctx, arguments)
         if returned is None:
-            self._warn_of_no_return("backward", backward)
+            self._warn_of_no_return("backward", self._backward)
         return returned
 
-    def _backward(self) -> Callable[..., Any]:
-        """Returns `backward`, under whichever of its two names it was defined."""
-        return self._function.vjp if _is_defined(self._function.vjp) else self._function.backward
-
-    def jvp(self, ctx: FunctionCtx, tangents: Sequence[Any], captured: dict[int, Any]) -> Any:
-        """Calls `jvp`; see `backward`."""
-        return self._call_method("jvp", _with_captured(self._function.jvp, captured), ctx, tangents)
+    def jvp(self, ctx: FunctionCtx, tangents: Sequence[Any]) -> Any:
+        """Calls `jvp`."""
+        return self._call_method("jvp", self._jvp, ctx, tangents)
 
     def _call_method(self, name: str, method: Callable[..., Any], ctx: FunctionCtx, arguments: Sequence[Any]) -> Any:
         """Calls a method that takes the ctx, and adds a hint to its errors."""
@@ -242,7 +224,7 @@ class UserMethods:
 
     def add_location(self, method: str, error: Exception) -> None:
         """Adds the location of a method to an error about what it returned."""
-        location = source_location(self._backward() if method == "backward" else self._function.jvp)
+        location = source_location(self._backward if method == "backward" else self._jvp)
         if location is not None:
             add_to_message(error, f"{self.name}.{method} is at {location}.")
 
@@ -280,70 +262,3 @@ _NO_RETURN = {
     "forward": ("its only output is None", "Return the output, or write return None where there is none."),
     "backward": ("its gradients are zero", "Return the gradients, or write return None where there are none."),
 }
-_CONTAINERS = (tuple, list, dict)
-# Values of these types hold no tracer.
-_HOLD_NOTHING = (bool, int, float, complex, str, bytes, type(None), type, types.ModuleType, types.BuiltinFunctionType)
-
-
-def _may_capture_tracers(function: Any) -> bool:
-    if not isinstance(function, types.FunctionType):
-        return True
-    return _captures_any(function) and not all(isinstance(x, _HOLD_NOTHING) for x in captured_values(function))
-
-
-def _captures_any(function: types.FunctionType) -> bool:
-    return bool(function.__closure__ or function.__defaults__ or function.__kwdefaults__)
-
-
-def _captured_tracers(functions: Iterable[Any], containers: Sequence[type]) -> list[Any]:
-    """Returns the tracers that functions, and functions in their closures, capture; in containers too, each once."""
-    found: dict[int, Any] = {}
-    seen: set[int] = set()
-    pending = list(functions)
-    while pending:
-        value = pending.pop()
-        if id(value) in seen:
-            continue
-        seen.add(id(value))
-        if isinstance(value, Tracer):
-            found[id(value)] = value
-        elif isinstance(value, (types.FunctionType, partial)) or type(value) in containers:
-            pending += held_values(value)
-    return list(found.values())
-
-
-def _with_captured(value: Any, captured: dict[int, Any]) -> Any:
-    """Replaces tracers in a function, or in a value that it captures, by the entries of `captured` for their `id`s.
-
-    Variables without such tracers stay shared with the original function, which may assign to them.
-    """
-    if id(value) in captured or not _reaches_any(value, captured):
-        return captured.get(id(value), value)
-    if isinstance(value, (tuple, list)):
-        return type(value)(_with_captured(x, captured) for x in value)
-    if isinstance(value, dict):
-        return {key: _with_captured(x, captured) for key, x in value.items()}
-    if isinstance(value, partial):
-        keywords = _with_captured(value.keywords, captured)
-        return partial(*_with_captured((value.func, *value.args), captured), **keywords)
-    cells = [cell if not _holds_any(cell, captured) else types.CellType() for cell in value.__closure__ or ()]
-    function = types.FunctionType(value.__code__, value.__globals__, value.__name__, None, tuple(cells))
-    captured[id(value)] = function  # a function that captures itself finds itself here
-    for cell, original in zip(cells, value.__closure__ or (), strict=True):
-        if cell is not original:
-            cell.cell_contents = _with_captured(original.cell_contents, captured)
-    function.__defaults__ = _with_captured(value.__defaults__, captured)
-    function.__kwdefaults__ = _with_captured(value.__kwdefaults__, captured)
-    vars(function).update(vars(value))
-    return function
-
-
-def _holds_any(cell: Any, captured: dict[int, Any]) -> bool:
-    try:
-        return _reaches_any(cell.cell_contents, captured)
-    except ValueError:  # no value yet
-        return False
-
-
-def _reaches_any(value: Any, captured: dict[int, Any]) -> bool:
-    return any(id(x) in captured for x in _captured_tracers([value], _CONTAINERS))

@@ -26,7 +26,9 @@ they are a flat list. The shape of its first array, which is empty, says which d
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from itertools import compress
 from operator import or_
 from typing import Any, NamedTuple
@@ -103,7 +105,7 @@ class _Call:
             return self.run(arrays)
         methods = self.spec.methods
         try:
-            return methods.custom_derivative(_make_custom_derivative)(self, arrays)
+            return methods.custom_derivative(_make_custom_derivative, _is_transposed.get())(self, arrays)
         except TypeError as error:
             # Without a pass, the error is of something that `forward` differentiates.
             if not methods.has_forward_mode and self.passes and _NO_FORWARD_MODE in str(error):
@@ -168,11 +170,24 @@ class _Taken(NamedTuple):
     captures_perturbed: bool  # whether `forward` captures a value by which it was taken
 
 
-def _make_custom_derivative(methods: UserMethods) -> Callable[..., CallResults]:
+# Whether code runs that JAX transposes: a `jvp`, or a `backward` that is transposed for `generate_jvp_rule`.
+_is_transposed: ContextVar[bool] = ContextVar("is_transposed", default=False)
+
+
+@contextmanager
+def _transposed() -> Generator[None]:
+    token = _is_transposed.set(True)
+    try:
+        yield
+    finally:
+        _is_transposed.reset(token)
+
+
+def _make_custom_derivative(methods: UserMethods, is_transposed: bool) -> Callable[..., CallResults]:
     """Makes the custom derivative of one Function class.
 
     JAX forgets the rule of a `custom_jvp` in some second derivatives of `scan`, and differentiates its body (0.10.0 to
-    0.12.0). So the body is a `custom_vjp`.
+    0.12.0). So the body is a `custom_vjp`, except where JAX has to transpose it.
     """
 
     def function(call: _Call, arrays: CallArrays) -> CallResults:
@@ -189,7 +204,7 @@ def _make_custom_derivative(methods: UserMethods) -> Callable[..., CallResults]:
     custom_vjp.defvjp(_fwd, _bwd, symbolic_zeros=True)
     if not methods.has_forward_mode:
         return custom_vjp
-    custom_jvp = jax.custom_jvp(function_with_vjp)
+    custom_jvp = jax.custom_jvp(function if is_transposed else function_with_vjp)
     custom_jvp.defjvp(_jvp, symbolic_zeros=True)
     return custom_jvp
 
@@ -211,7 +226,7 @@ def call_with_rule(spec: CallSpec, arrays: Sequence[Any], hooks: Hooks | None) -
 
 def call_untraced(spec: CallSpec, arrays: Sequence[Any]) -> Any:
     """Calls `forward` on arrays of which none is traced; a derivative with respect to what it captured raises."""
-    if spec.may_capture_tracers and spec.captured()[1]:
+    if spec.captured()[1]:
         return call_with_rule(spec, arrays, None)
     _, _, returned = call_forward(spec, arrays, spec.inputs.unperturbed)
     if not any(map(is_traced, returned.arrays)):
@@ -336,7 +351,7 @@ def _checked_jvp(derivative: Derivative, residuals: Residuals) -> tuple[Callable
 
     def push(*tangents: Any) -> list[Any]:
         every: list[Any] = [None] * len(forward_pass.input_avals)
-        with jax.ensure_compile_time_eval():  # `jvp` may read the values of residuals
+        with jax.ensure_compile_time_eval(), _transposed():  # `jvp` may read the values of residuals
             every = derivative.jvp(residuals, replace_at(derivative.perturbed, every, tangents))
         moved = zip([every[i] for i in forward_pass.differentiable], derivative.avals, strict=True)
         return [zeros_of(aval) if t is None else t for t, aval in moved]
@@ -374,7 +389,8 @@ def _jvp(primals: tuple[_Call, CallArrays], tangents: tuple[Any, CallArrays]) ->
     elif call.spec.methods.has_backward:
         moved = bind_linear_map(_DerivativeMap(derivative, taken.treedef), leaves, nonzero)
     else:
-        every = derivative.jvp(jax.tree.unflatten(taken.treedef, leaves), known.inputs)
+        with _transposed():
+            every = derivative.jvp(jax.tree.unflatten(taken.treedef, leaves), known.inputs)
         moved = [every[i] for i in derivative.forward_pass.differentiable]
         present = [i for i, t in enumerate(moved) if t is not None]
         if present and any(map(is_traced, nonzero)):
@@ -446,7 +462,8 @@ class _DerivativeMap(LinearMap):
         input_avals = [forward_pass.input_avals[i].to_tangent_aval() for i in self._derivative.perturbed]
 
         def pull(*cotangents: Any) -> list[Any]:
-            pulled = self.transpose(residuals, cotangents)
+            with _transposed():
+                pulled = self.transpose(residuals, cotangents)
             return [zeros_of(aval) if ct is None else ct for ct, aval in zip(pulled, input_avals, strict=True)]
 
         _check_linear(pull, self.avals, f"{name}.backward", "generate_jvp_rule", "gradients")

@@ -50,7 +50,7 @@ class InputSpec:
         self.python_numbers = [tree.leaves[0] for tree in trees if tree.is_number]
         self.are_arrays = all(tree is ARRAY_SPEC for tree in trees)
         self._is_flat = all(tree.num_arrays == 1 for tree in trees)
-        self.has_objects = any(tree.objects for tree in trees)  # which may hold arrays
+        self.objects = [x for tree in trees for x in tree.objects]  # which may hold arrays
         self.mutable = [i for i, tree in enumerate(trees) if tree.is_mutable]
 
     def unflatten(self, arrays: Sequence[Any]) -> tuple[Any, ...]:

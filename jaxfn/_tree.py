@@ -9,11 +9,10 @@ node, and may hold a pytree itself; a *wrapped array*, which holds one array, ma
 
 from __future__ import annotations
 
-import collections
 import contextlib
 import enum
 import types
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import lru_cache, partial
 from operator import is_not
 from typing import Any, cast
@@ -108,43 +107,7 @@ def is_none(value: object) -> bool:
     return value is None
 
 
-class Opaque:
-    """Base class of jaxfn's own objects of which only some parts, by default none, are searched for arrays."""
-
-    def searchable_parts(self) -> Sequence[object]:
-        """Returns the parts that are searched."""
-        return ()
-
-
-def held_values(value: Any) -> Iterable[Any]:
-    """Returns what an object holds, as far as that can be seen without running its code."""
-    if isinstance(value, Opaque):
-        return value.searchable_parts()
-    if isinstance(value, types.FunctionType):
-        return captured_values(value)
-    if isinstance(value, types.MethodType):
-        return [value.__self__, value.__func__]
-    if isinstance(value, partial):
-        return [value.func, *value.args, *value.keywords.values()]
-    if isinstance(value, dict):
-        return [*value, *value.values()]
-    if isinstance(value, (list, tuple, set, frozenset, collections.deque)):
-        return value
-    members = [vars(kind).values() for kind in type(value).__mro__]
-    slots = [m for member in members for m in member if isinstance(m, types.MemberDescriptorType)]
-    return [*getattr(value, "__dict__", {}).values(), *(getattr(value, slot.__name__, None) for slot in slots)]
-
-
-def captured_values(function: types.FunctionType) -> list[Any]:
-    """Returns the values in a function's defaults and closure, without variables that have none yet."""
-    values = [*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()]
-    for cell in function.__closure__ or ():
-        with contextlib.suppress(ValueError):
-            values.append(cell.cell_contents)
-    return values
-
-
-class _ArrayMarker(Opaque):
+class _ArrayMarker:
     """A marker of an array leaf in a `TreeSpec`."""
 
     def __init__(self, name: str) -> None:

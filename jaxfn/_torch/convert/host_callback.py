@@ -33,7 +33,7 @@ from jaxfn._torch.values.arrays import jax_dtype, to_numpy, to_torch, torch_dtyp
 from jaxfn._torch.values.errors import TranslationError
 from jaxfn._torch.values.flatten import FlatTensors, Slot, flatten_tensors, slots, unflatten_tensors
 from jaxfn._torch.values.trace_cache import IdentityKey, LRUCache, static_key, torch_settings_key
-from jaxfn._tree import Opaque, as_array, is_array_leaf, is_inexact
+from jaxfn._tree import as_array, is_array_leaf, is_inexact
 
 _MAX_HOST_CALLS = 256
 _NUM_EXAMPLES = 4
@@ -54,7 +54,7 @@ class _Output(NamedTuple):
         return ", ".join(shown) or repr(self.template)
 
 
-class HostForward(Opaque):
+class HostForward:
     """`F.apply` for arguments of certain types. It returns the tensors of the output, and a checksum of ctx.
 
     Attributes:
@@ -157,7 +157,7 @@ class HostForward(Opaque):
             return error
 
 
-class HostGradient(Opaque):
+class HostGradient:
     """The gradient of a host computation, as a function of its tensors and of gradients of its results.
 
     Attributes:

@@ -36,7 +36,6 @@ from jaxfn._torch.trace.tensor_hooks import apply_hook
 from jaxfn._torch.values.arrays import to_jax, to_torch
 from jaxfn._torch.values.errors import TranslationError
 from jaxfn._torch.values.trace_cache import IdentityKey
-from jaxfn._tree import Opaque
 
 # A module contains other tensors while one thread traces it. Meanwhile no other thread may use it, or a module that
 # shares submodules with it.
@@ -46,7 +45,7 @@ Arrays = dict[str, jax.Array]
 _Tensors = dict[str, torch.Tensor]
 
 
-class ConvertedModule(Opaque):
+class ConvertedModule:
     """A torch module on JAX, in the mode (train or eval) that it had when it was converted.
 
     While a call is traced, once for its shapes, no other thread may use the torch module itself.

@@ -44,7 +44,6 @@ from jaxfn._torch.values.errors import DataDependentError, EscapedNumberError, S
 from jaxfn._torch.values.flatten import Slot, flatten_tensors, is_size, slots, unflatten_tensors
 from jaxfn._torch.values.trace_cache import LRUCache, static_key, torch_settings_key
 from jaxfn._traces import innermost, staging_traces
-from jaxfn._tree import Opaque
 
 _UNDER_JIT = NoValues(
     "Call it outside jax.jit, where it has values; let torch run it, by from_torch(..., fallback='callback'); or write "
@@ -71,7 +70,7 @@ def tensor_spec(tensor: torch.Tensor, strides_source: str | None = None) -> Tens
     return TensorSpec(tuple(tensor.shape), tensor.dtype, strides_source)
 
 
-class TracedCode(Opaque):
+class TracedCode:
     """Code that was traced for some arguments: the graph of its operations, and how JAX runs that.
 
     Args:
