@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from typing import Any, NamedTuple
 
 import jax
+from jax.ad_checkpoint import checkpoint_name
 
 from jaxfn._boundary import (
     ForwardOutputs,
@@ -21,12 +22,12 @@ from jaxfn._captures import captured_tracers, with_captured
 from jaxfn._compat import record_source_lines
 from jaxfn._context import ContextState, FunctionCtx, SavedNames, collect_saved, restore_ctx, use_saved_for_forward
 from jaxfn._hooks import PackedResiduals
-from jaxfn._jaxpr import ArrayIdentity
+from jaxfn._jaxpr import ArrayIdentity, checkpoint_name_of
 from jaxfn._mesh_types import match_cotangents
 from jaxfn._methods import UserMethods
 from jaxfn._observe import OBSERVATION, Label, Observation, emit_logs, label_arrays, label_present, leaf_names
 from jaxfn._signature import InputSpec
-from jaxfn._traces import EscapedConstants, is_mapped, manual_axes_here
+from jaxfn._traces import EscapedConstants, has_ended, is_mapped, manual_axes_here
 from jaxfn._tree import ARRAY_SPEC, TreeSpec, as_array, flatten_saved, is_inexact, is_traced
 from jaxfn._vmap_method import forward_with_vmap
 
@@ -142,6 +143,7 @@ class ForwardPass(NamedTuple):
       saved: The static part of the values on ctx.
       outputs: The structure of the outputs.
       input_avals, output_avals: The types of the array leaves. (Arrays would leak their tracers into `backward`.)
+      names: The names that `checkpoint_name` gave to results, by the part of `CallResults` and the index there.
     """
 
     spec: CallSpec
@@ -152,6 +154,7 @@ class ForwardPass(NamedTuple):
     outputs: OutputSpec
     input_avals: Sequence[Any]
     output_avals: Sequence[Any]
+    names: Mapping[tuple[int, int], str]
 
     @property
     def differentiable(self) -> list[int]:
@@ -176,6 +179,12 @@ class ForwardPass(NamedTuple):
             f"{f'it was {flags[1]}' if any(other.seen_flags) else 'nothing was differentiated'}. What forward returns, "
             "and marks as non-differentiable, must not depend on ctx.needs_input_grad."
         )
+
+    def name_results(self, results: CallResults) -> CallResults:
+        """Names results as `forward` did, for the policies of `jax.checkpoint`, which do not look into a call."""
+        for (part, index), name in self.names.items():
+            results[part][index] = checkpoint_name(results[part][index], name)
+        return results
 
     def residuals(self, inputs: Sequence[Any], results: CallResults) -> list[Any]:
         """Returns the array of each residual."""
@@ -244,6 +253,8 @@ def run_forward(
         if any(flags):
             _check_python_numbers(spec, inputs, flags, returned.spec)
     saved, intermediates = _save(ctx, inputs, returned.originals, has_hooks)
+    results = CallResults(list(returned.arrays), intermediates)
+    named = {(k, i): checkpoint_name_of(x) for k, part in enumerate(results) for i, x in enumerate(part)}
     forward_pass = ForwardPass(
         spec,
         flags,
@@ -253,8 +264,8 @@ def run_forward(
         returned.spec,
         list(map(jax.typeof, inputs)),
         list(map(jax.typeof, returned.arrays)),
+        {place: name for place, name in named.items() if name is not None},
     )
-    results = CallResults(list(returned.arrays), intermediates)
     return forward_pass, forward_pass.label_results(results) if names else results
 
 
@@ -392,7 +403,7 @@ class Derivative:
                 results = rule(residuals, vectors)
         except jax.errors.UnexpectedTracerError as error:
             raise methods.escaped_tracer_error(method) from error
-        if escaped.found():
+        if escaped.found() or any(map(has_ended, results)):
             raise methods.escaped_tracer_error(method)
         return results
 

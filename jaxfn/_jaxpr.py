@@ -369,6 +369,12 @@ class ArrayIdentity:
         return id(array) if found is None else found, frozenset(axes.items())
 
 
+def checkpoint_name_of(array: Any) -> str | None:
+    """Returns the name that `jax.ad_checkpoint.checkpoint_name` gave to an array of the jaxpr being traced."""
+    made = producer(without_vmaps(array)[0])
+    return made[0].params["name"] if made is not None and made[0].primitive is name_p else None
+
+
 def shares_batch(result: Any, inputs: Sequence[Any]) -> bool:
     """Whether under every `jax.vmap`, now and later, an array surely has the batch if an input has it."""
     result, axes = without_vmaps(result)

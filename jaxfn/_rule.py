@@ -55,7 +55,14 @@ from jaxfn._jaxpr import needed_eqns
 from jaxfn._linearity import describe_nonlinearity, is_linear
 from jaxfn._methods import UserMethods
 from jaxfn._primitives import DeferredError, ErrorMap, LinearMap, bind_linear_map, guard, tie
-from jaxfn._traces import EscapedConstants, is_in_scope, manual_axes_here, may_be_differentiated, staging_traces
+from jaxfn._traces import (
+    EscapedConstants,
+    is_differentiated,
+    is_in_scope,
+    manual_axes_here,
+    may_be_differentiated,
+    staging_traces,
+)
 from jaxfn._tree import as_array, is_inexact, is_traced, replace_at
 
 
@@ -124,7 +131,7 @@ class _Call:
         For derivatives of order two and above it runs in a trace of its own: an array that it stores outside ctx would
         be a constant to the outer derivative. So it is of no use there, and JAX raises.
         """
-        if self.order < 2 or self.spec.inputs.has_refs or staging_traces():
+        if self.order < 2 or staging_traces():
             return self._run(arrays)
         try:
             jaxpr, shape = jax.make_jaxpr(self._run, return_shape=True)(arrays)
@@ -257,6 +264,7 @@ def _differentiate(call: _Call, arrays: CallArrays, perturbed: CallArrays) -> tu
     if not all(map(is_in_scope, (*results.outputs, *results.intermediates))):  # it found a tracer in a global, perhaps
         _captured_error(call).throw()
     forward_pass = again.passes[-1]
+    results = forward_pass.name_results(results)
     if call.passes:
         forward_pass.check_returns_like(call.passes[0])
     known = results._replace(outputs=forward_pass.outputs.stop_marked(results.outputs))
@@ -387,7 +395,10 @@ def _jvp(primals: tuple[_Call, CallArrays], tangents: tuple[Any, CallArrays]) ->
     elif not nonzero:
         moved = [None] * len(derivative.forward_pass.differentiable)
     elif call.spec.methods.has_backward:
-        moved = bind_linear_map(_DerivativeMap(derivative, taken.treedef), leaves, nonzero)
+        # With the inputs as further operands, an enclosing derivative runs the rule, and finds what it uses besides
+        # the residuals.
+        inputs = arrays.inputs if any(map(is_differentiated, arrays.inputs)) else []
+        moved = bind_linear_map(_DerivativeMap(derivative, taken.treedef), [*leaves, *inputs], nonzero)
     else:
         with _transposed():
             every = derivative.jvp(jax.tree.unflatten(taken.treedef, leaves), known.inputs)
@@ -443,7 +454,7 @@ class _DerivativeMap(LinearMap):
         if not forward_pass.spec.methods.has_jvp:
             return self._transpose_backward(residuals, tangents)
         input_tangents = replace_at(derivative.perturbed, [None] * len(forward_pass.input_avals), tangents)
-        every = derivative.jvp(jax.tree.unflatten(self._treedef, residuals), input_tangents)
+        every = derivative.jvp(self._restore(residuals), input_tangents)
         results = [every[i] for i in forward_pass.differentiable]
         return [zeros_of(aval) if t is None else t for t, aval in zip(results, self.avals, strict=True)]
 
@@ -452,8 +463,11 @@ class _DerivativeMap(LinearMap):
         forward_pass = derivative.forward_pass
         nothing: list[Any] = [None] * len(forward_pass.output_avals)
         output_cotangents = replace_at(forward_pass.differentiable, nothing, cotangents)
-        pulled = derivative.backward(jax.tree.unflatten(self._treedef, residuals), output_cotangents)
+        pulled = derivative.backward(self._restore(residuals), output_cotangents)
         return [pulled[i] for i in derivative.perturbed]
+
+    def _restore(self, residuals: Sequence[Any]) -> Residuals:
+        return jax.tree.unflatten(self._treedef, residuals[: self._treedef.num_leaves])
 
     def _transpose_backward(self, residuals: Sequence[Any], tangents: Sequence[Any]) -> list[jax.Array]:
         """Derives forward mode from `backward`, for `generate_jvp_rule`."""

@@ -56,6 +56,11 @@ def may_be_differentiated(array: Any) -> bool:
     )
 
 
+def is_differentiated(array: Any) -> bool:
+    """Whether an array is being differentiated here, as far as JAX has not staged it before."""
+    return any(kind == "derivative" for kind, _ in layers(array))
+
+
 def is_mapped(array: Any) -> bool:
     """Whether an array is batched by `jax.vmap` here."""
     return any(kind == "vmap" for kind, _ in layers(array))
@@ -142,10 +147,10 @@ class EscapedConstants:
         """Whether a tracer of a trace that has ended is among them. To JAX it is a constant until it is compiled."""
         if len(self._constants) == self._before:
             return False
-        return any(map(_has_ended, list(self._constants.values())[self._before :]))
+        return any(map(has_ended, list(self._constants.values())[self._before :]))
 
 
-def _has_ended(array: Any) -> bool:
+def has_ended(array: Any) -> bool:
     """Whether the trace of a staged array has surely ended: JAX then forgets its eqns, that of the array among them."""
     is_computed = _kind(type(array)) == "jaxpr" and array.parent is not None
     return is_computed and not array._trace.frame.tracing_eqns
