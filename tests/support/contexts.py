@@ -6,11 +6,15 @@ element, or of the sum, shows.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+import re
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+import pytest
 
 Context = Callable[[Callable[..., Any]], Callable[..., Any]]
 
@@ -71,7 +75,7 @@ def gradient(f: Callable[..., Any]) -> Callable[..., Any]:
     return jax.grad(lambda *args: jnp.sum(f(*args)))
 
 
-# Gradients whose `backward` runs in the program that `forward` runs in,
+# Gradients that JAX stages together with the call, or does not stage,
 GRADIENTS: dict[str, Context] = {
     "grad": gradient,
     "jit of grad": lambda f: jit(gradient(f)),
@@ -79,7 +83,7 @@ GRADIENTS: dict[str, Context] = {
     "scan of grad": lambda f: scan(gradient(f)),
     "jit of vmap of grad": lambda f: jit(vmap(gradient(f))),
 }
-# gradients whose `backward` runs when the program of `forward` has ended,
+# gradients of a call that JAX staged before,
 GRADIENTS_OF_PROGRAMS: dict[str, Context] = {
     "grad of jit": lambda f: gradient(jit(f)),
     "grad of checkpoint": lambda f: gradient(checkpoint(f)),
@@ -103,3 +107,34 @@ SECOND_DERIVATIVES: dict[str, Context] = {
     "grad of grad of scan": lambda f: gradient(gradient(scan(f))),
     "grad of grad of cond": lambda f: gradient(gradient(cond(f))),
 }
+
+# What is raised, by jaxfn or by JAX, for a tracer that is used in another program than its own.
+_ESCAPED_TRACER = {
+    "NotImplementedError": r"{name}[\s\S]*closes over a value",
+    "UnexpectedTracerError": "unexpected tracer",
+    "CustomVJPException": "closed-over value",
+    "TypeError": "No constant handler for type",
+}
+
+
+def _assert_escaped_tracer(error: BaseException, name: str) -> None:
+    pattern = _ESCAPED_TRACER.get(type(error).__name__, "no other class")
+    assert re.search(pattern.format(name=name), str(error)), repr(error)
+
+
+@contextlib.contextmanager
+def raises_escaped_tracer(name: str = "") -> Iterator[None]:
+    """Asserts that a tracer of another program is found: by jaxfn, which names the Function, or by JAX."""
+    with pytest.raises((NotImplementedError, TypeError)) as caught:
+        yield
+    _assert_escaped_tracer(caught.value, name)
+
+
+def assert_right_or_escaped(compute: Callable[[], Any], expected: Any, name: str = "") -> None:
+    """Asserts that a result is right, or that a tracer of another program is found."""
+    try:
+        result = compute()
+    except (NotImplementedError, TypeError) as error:
+        _assert_escaped_tracer(error, name)
+    else:
+        np.testing.assert_allclose(result, expected, rtol=1e-5)
