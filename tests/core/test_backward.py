@@ -159,14 +159,27 @@ def test_an_incorrect_number_is_said_with_the_parameters(value, args, expected, 
         wrap(lambda x: gradient(apply, x, *args[1:]))(args[0])
 
 
-@row("C4")
-@EITHER
-def test_what_precedes_none_is_not_differentiated(wrap):
-    called = []
-    inner = jaxfn.autograd_function(lambda ctx, x: x * 5, lambda ctx, g: called.append(1) or g * 5)
-    stop = returning(jaxfn, lambda g: None)
-    np.testing.assert_allclose(wrap(lambda x: gradient(lambda x: stop(inner(x)) + 0 * x, x))(ARRAY), ZEROS)
-    assert not called
+@row("C4", "C12")
+@in_each_library
+@pytest.mark.parametrize("materialize", [True, False])
+def test_what_precedes_none_gets_zeros(lib, materialize):
+    """Or `None` without materializing."""
+    received = []
+
+    class Inner(lib.Function):
+        @staticmethod
+        def forward(ctx, x):
+            ctx.set_materialize_grads(materialize)
+            return x * 5
+
+        @staticmethod
+        def backward(ctx, g):
+            received.append(g is None)
+            return g if g is None else g + 1
+
+    stop = returning(lib, lambda g: None)
+    assert_gradients(lib, lambda x: stop(Inner.apply(x)) + 0 * x, [X], np.ones_like(X) if materialize else ZEROS)
+    assert received and set(received) == {not materialize}
 
 
 @row("C12")
@@ -181,7 +194,7 @@ def test_backward_is_not_called_for_a_result_that_is_not_used(lib):
 
 @row("C12")
 @pytest.mark.parametrize("context", CONTEXTS)
-def test_backward_is_not_called_for_symbolic_zeros(context):
+def test_backward_is_not_called_without_a_path_of_gradients(context):
     called = []
     f = CONTEXTS[context](
         jaxfn.autograd_function(lambda ctx, x: (x * 2, x * 3), lambda ctx, *g: called.append(1) or g[0])

@@ -378,8 +378,8 @@ DIFFERENTIATED_AT_THE_CALL = (jax.grad, by_both_arguments)
     [jax.grad, lambda f: jax.grad(jax.jit(f)), by_both_arguments, jax.checkpoint, jax.vmap],
     ids=["grad", "grad of jit", "both arguments", "checkpoint", "vmap"],
 )
-def test_user_code_is_traced_at_most_as_often_as_a_hand_written_rule(derivative, packing):
-    """A hand-written rule has two traces if JAX stages a call before it differentiates: the primal, and its `fwd`."""
+def test_user_code_is_traced_as_often_as_a_hand_written_rule(derivative, packing):
+    """That has two traces if JAX stages a call before it differentiates: the primal, and its `fwd`."""
     calls = []
     counts = []
     for f in counting_products(calls, *PACKINGS[packing]):
@@ -394,10 +394,10 @@ def test_user_code_is_traced_at_most_as_often_as_a_hand_written_rule(derivative,
         for _ in range(2):  # what is traced again must not grow
             jax.jit(derivative(lambda x, w, chain=chain: chain(x, w))).trace(x, x)
         counts.append((calls.count("forward"), calls.count("backward")))
-    ours, (hand_written_forward, hand_written_backward) = counts
-    assert ours == (16, hand_written_backward)
-    runs_twice = bool(hand_written_backward) and derivative not in DIFFERENTIATED_AT_THE_CALL
-    assert EXPERIMENTAL or hand_written_forward == 16 + 16 * runs_twice  # JAX_CUSTOM_VJP3 retraces its primal
+    ours, hand_written = counts
+    runs_twice = bool(hand_written[1]) and derivative not in DIFFERENTIATED_AT_THE_CALL
+    assert EXPERIMENTAL or ours[0] == 16 + 16 * runs_twice  # JAX_CUSTOM_VJP3 retraces the primal
+    assert ours == hand_written
 
 
 @row("A7")
