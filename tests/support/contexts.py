@@ -125,7 +125,7 @@ def _assert_escaped_tracer(error: BaseException, name: str) -> None:
 @contextlib.contextmanager
 def raises_escaped_tracer(name: str = "") -> Iterator[None]:
     """Asserts that a tracer of another program is found: by jaxfn, which names the Function, or by JAX."""
-    with pytest.raises((NotImplementedError, TypeError)) as caught:
+    with pytest.raises(Exception, match=".") as caught:
         yield
     _assert_escaped_tracer(caught.value, name)
 
@@ -134,7 +134,7 @@ def assert_right_or_escaped(compute: Callable[[], Any], expected: Any, name: str
     """Asserts that a result is right, or that a tracer of another program is found."""
     try:
         result = compute()
-    except (NotImplementedError, TypeError) as error:
+    except Exception as error:
         _assert_escaped_tracer(error, name)
     else:
         np.testing.assert_allclose(result, expected, rtol=1e-5)
