@@ -11,10 +11,12 @@ from jax.sharding import PartitionSpec
 import jaxfn
 from jaxfn._compat import eval_eqn, make_jaxpr
 from jaxfn._jaxpr import (
+    ArrayIdentity,
     eval_jaxpr_with,
     needed_eqns,
     open_jaxpr,
-    stage,
+    same_program,
+    shares_batch,
     subjaxprs,
     unchanged_operand,
 )
@@ -216,16 +218,48 @@ def test_what_returns_a_new_array_returns_no_operand_unchanged(name):
     assert NEW[name](X) is not X and not is_input_when_staged(NEW[name])
 
 
-def test_the_second_list_of_a_staged_function_alone(capsys):
-    captured = jnp.arange(3.0)
+PROGRAM = make_jaxpr(lambda x: jax.jit(jnp.sin)(x) * jnp.arange(3.0) + 2.0, X)
 
+
+@pytest.mark.parametrize(
+    ("function", "is_same"),
+    [
+        (lambda x: jax.jit(jnp.sin)(x) * jnp.arange(3.0) + 2.0, True),
+        (lambda x: jax.jit(jnp.cos)(x) * jnp.arange(3.0) + 2.0, False),
+        (lambda x: jax.jit(jnp.sin)(x) * jnp.arange(3.0) + 3.0, False),
+        (lambda x: jax.jit(jnp.sin)(x) * np.array([0.0, 1.0, 2.0], np.float32) + 2.0, False),
+    ],
+    ids=["same", "inner operation", "literal", "constant in place of an operation"],
+)
+def test_whether_two_programs_are_the_same(function, is_same):
+    assert same_program(PROGRAM, make_jaxpr(function, X)) is is_same
+
+
+def test_programs_with_other_values_of_a_constant():
+    programs = [make_jaxpr(lambda x, c=c: x + c, X) for c in np.array([[0, np.nan, 1], [0, np.nan, 1], [0, 0, 2]])]
+    assert same_program(programs[0], programs[1]) and not same_program(programs[0], programs[2])
+
+
+@pytest.mark.parametrize("wrap", [lambda f: f, jax.jit, jax.vmap], ids=["eager", "jit", "vmap"])
+def test_the_identity_of_arrays(wrap):
     def function(x):
-        jax.debug.print("first")
-        return [jnp.sin(x) + captured], [jnp.exp(x) * captured, 2.0]
+        y, identity_of = x + 1, ArrayIdentity([x]).key
+        assert identity_of(y) == identity_of(jax.lax.stop_gradient(y)) != identity_of(y + 0)
+        assert identity_of(x) not in (identity_of(y), identity_of(x + 0))
+        return y
 
-    staged, consts = stage(function, [jnp.float32(0)])
-    assert len(consts) == 1 and consts[0] is captured
-    jaxpr = jax.make_jaxpr(lambda x, const: staged.evaluate_second([const], [x]))(0.0, captured)
-    assert {eqn.primitive.name for eqn in jaxpr.jaxpr.eqns} == {"exp", "mul"}
-    many, two = staged.evaluate_second([jnp.full(3, 100.0)], [0.0])
-    assert many.tolist() == [100.0] * 3 and two == 2.0
+    wrap(function)(X)
+
+
+def test_what_has_the_batch_of_the_inputs():
+    found = []
+
+    def function(x, y):
+        results = (x * y, x, jnp.zeros(()), with_vjp(x, y))
+        found.append([shares_batch(result, [x, y]) for result in results])
+        return x
+
+    jax.jit(function)(1.0, 2.0)
+    jax.vmap(function, in_axes=(0, None))(X, 2.0)
+    jax.vmap(lambda x: jax.vmap(lambda y: function(x, y))(X))(X)
+    assert found == [[True, False, False, False], [True, True, False, True], [True, False, False, False]]
