@@ -594,7 +594,7 @@ FORWARD_MODE = {name: _jvp_in(around) for name, around in CONTEXTS.items()} | {
 @row("D6", "L1")
 @pytest.mark.parametrize("where", FORWARD_MODE)
 def test_forward_mode_raises_and_names_the_function_where_jax_raises_at_the_call(where):
-    """Where JAX has staged the call, its own error is about custom_vjp."""
+    """JAX's own error is about custom_vjp where JAX has staged the call."""
     with pytest.raises(TypeError, match=r"forward-mode autodiff \(jvp\) to a custom_vjp function") as caught:
         FORWARD_MODE[where](OnlyReverse.apply, X)
     if where in ("eager", "vmap", "jacfwd", "jvp of grad of square", "hessian of square"):

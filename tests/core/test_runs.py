@@ -337,7 +337,7 @@ def at(transform):
     ],
 )
 def test_code_runs_as_often_as_in_a_hand_written_rule(source, name, transform):
-    """Where JAX stages the call before it differentiates it, both run twice; a gradient is that of its own run."""
+    """Both run twice where JAX stages the call before it differentiates it; value and gradient are of one run."""
     expect_other_draws(name, source, transform)
     results, counts = history(by_function, name, source, transform)
     calls = 2 * (BATCH if transform == "scan" else 1)
@@ -377,7 +377,7 @@ def test_code_runs_as_often_as_in_a_hand_written_rule(source, name, transform):
     ],
 )
 def test_a_traced_value_that_forward_stores_for_another_run_raises(source, name, transform):
-    """In a source of random numbers, as in a hand-written rule, or on ctx in a closure, where JAX stages forward."""
+    """A hand-written rule raises too, except that it cannot store a closure on ctx."""
     with raises_escaped_tracer("Drawn"):
         history(by_function, name, source, transform)
 
