@@ -281,7 +281,6 @@ def test_a_forward_that_branches_on_values_has_a_second_derivative_where_it_has_
 @row("D3")
 @pytest.mark.parametrize("check_vma", [True, False])
 def test_second_derivatives_of_an_intermediate_in_an_eager_shard_map(check_vma):
-    """Both runs of `forward` are compared by their values, which are those of all devices."""
     mesh = jax.make_mesh((2,), ("i",), axis_types=(jax.sharding.AxisType.Auto,))
     spec = jax.sharding.PartitionSpec("i")
 

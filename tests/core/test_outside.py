@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import functools
 import logging
-import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -67,43 +66,7 @@ def mutable_default():
     return (lambda x, stored=stored: stored.append(x)), lambda stored=stored: stored[-1]
 
 
-def bound_method():
-    class Owner:
-        def put(self, x):
-            self.x = x
-
-        def get(self):
-            return self.x
-
-    owner = Owner()
-    return owner.put, owner.get
-
-
-def array_of_objects():
-    stored = np.empty(1, object)
-    return (lambda x: stored.__setitem__(0, x)), lambda: stored[0]
-
-
-def weak_reference():
-    alive: list[Any] = []
-
-    def put(x):
-        alive[:] = [x, weakref.ref(x)]
-
-    return put, lambda: alive[1]()
-
-
-def function_attribute():
-    def get():
-        return get.x
-
-    return (lambda x: setattr(get, "x", x)), get
-
-
-HOLDERS = [
-    global_variable, class_attribute, nonlocal_variable, mutable_default, bound_method, array_of_objects,
-    weak_reference, function_attribute,
-]  # fmt: skip
+HOLDERS = [global_variable, class_attribute, nonlocal_variable, mutable_default]
 SLOPES: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
     "input": (lambda x, y: x, jnp.cos),
     "intermediate": (lambda x, y: jnp.cos(x), lambda c: c),
