@@ -106,7 +106,7 @@ def cube(no_op, use, rules):
 
 
 def expected(use, order):
-    """The derivative of sin(f(x)), cos(y) k, and its own derivative if the slope of y is k; k is x, or y with slope y."""
+    """The derivative of sin(f(x)), cos(y) k, and its derivative if the slope of y is k; k is x, or y with slope y."""
     y = X**3
     k, slope = (y, y) if use in ("saved output", "returned") else (X, 1.0)
     return jnp.cos(y) * k if order == 1 else -jnp.sin(y) * k * k + jnp.cos(y) * slope
