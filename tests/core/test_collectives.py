@@ -158,7 +158,7 @@ FORWARD = {
 
 
 def check(rules, ours, theirs, expected):
-    """Compares results; with `backward` alone JAX may not know the axis where it calls the rule, as by hand."""
+    """Compares results; with `backward` alone JAX may not know the axis where it calls the rule."""
     try:
         got = ours()
     except NameError as error:

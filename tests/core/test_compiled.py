@@ -171,8 +171,8 @@ def _named(saves):
     ["inner", "outer"],
     [jnp.sum, jnp.sin, jnp.exp],
 )
-def test_a_policy_finds_names_outside_of_a_call_and_none_inside(saves, name, after):
-    """To a policy a call is one operation; of a hand-written rule it sees the operations of `fwd`."""
+def test_a_policy_finds_names_outside_a_call_and_none_inside(saves, name, after):
+    """Compares with hand-written rules, whose `fwd` is seen by a policy. A call is one operation to it."""
     ours, hand_written = _named(saves)
     x = jnp.linspace(-1.0, 1.0, 1000)
 

@@ -144,7 +144,7 @@ def test_solvers_through_a_tangent_follow_the_rule(solver, derivative, rules):
 )
 def test_errors_of_solvers_are_those_of_jax(solver, derivative, program):
     for rules, where, message in [("backward", "here", "custom_vjp"), ("both", "host", "callbacks do not support")]:
-        derived = CONTEXTS[program](lambda: DERIVATIVES[derivative](solved(solver, matvec(rules, where))))  # noqa: B023
+        derived = CONTEXTS[program](lambda: DERIVATIVES[derivative](solved(solver, matvec(rules, where))))
         if (solver, rules) == ("cg", "both"):
             close(derived(), DERIVATIVES[derivative](plain_solution(solver)), 5e-3)
             continue

@@ -51,7 +51,7 @@ def product(where: str, rules: str) -> Any:
     "program", [pytest.param(name, marks=NO_REMAT_TRANSPOSE if name == "checkpoint" else ()) for name in PROGRAMS]
 )
 def test_the_operations_of_forward_are_transposed(program, rules):
-    """As in a `jax.custom_jvp`, which JAX inlines there."""
+    """JAX inlines a `jax.custom_jvp` there."""
     f = PROGRAMS[program](partial(product("here", rules), A))
     for wrap in (lambda f: f, jax.jit):
         np.testing.assert_allclose(wrap(lambda y: jax.linear_transpose(f, X)(y)[0])(Y), A.T @ Y, rtol=1e-5)

@@ -79,7 +79,7 @@ WRAPS = {"f": lambda f: f, "jit": jax.jit, "checkpoint": jax.checkpoint, "vmap":
     MODES,
 )  # fmt: skip
 def test_an_output_that_is_not_used_is_dropped(wrap, save, mode):
-    """With what only it needs, and what is saved, as nothing is differentiated; from the compiled program too."""
+    """Its operations, and those of what is saved, are neither in the jaxpr nor in the compiled program."""
     f = WRAPS[wrap](two(save, mode))
     text = left(f, [True, False], X)
     assert [text.count(f"= {name}") for name in ("sin", "tanh", "exp")] == [1, 0, 0]
