@@ -11,7 +11,7 @@ import pytest
 from jax.interpreters import partial_eval
 
 import jaxfn
-from tests.support.marks import cells, row
+from tests.support.marks import EXPERIMENTAL, cells, row
 
 X = jnp.array([0.3, -1.2, 0.7], jnp.float32)
 
@@ -82,7 +82,8 @@ def test_an_output_that_is_not_used_is_dropped(wrap, save, mode):
     """Its operations, and those of what is saved, are neither in the jaxpr nor in the compiled program."""
     f = WRAPS[wrap](two(save, mode))
     text = left(f, [True, False], X)
-    assert [text.count(f"= {name}") for name in ("sin", "tanh", "exp")] == [1, 0, 0]
+    if not EXPERIMENTAL:  # JAX_CUSTOM_VJP3 has one call_hi_primitive until it is compiled
+        assert [text.count(f"= {name}") for name in ("sin", "tanh", "exp")] == [1, 0, 0]
     compiled = jax.jit(lambda x: f(x)[0]).lower(X).compile().as_text()
     assert [f" {name}(" in compiled for name in ("sine", "tanh", "exponential")] == [True, False, False]
     assert "sin" not in left(f, [False, False], X)
