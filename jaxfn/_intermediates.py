@@ -15,7 +15,7 @@ from jaxfn._forward_pass import CallArrays, ForwardPass, run_forward
 from jaxfn._jaxpr import same_program
 from jaxfn._observe import active_monitor
 from jaxfn._primitives import LinearMap
-from jaxfn._traces import innermost
+from jaxfn._traces import CAN_READ_EQNS, innermost
 from jaxfn._tree import as_array, is_inexact, replace_at
 
 
@@ -92,6 +92,8 @@ class Intermediates(LinearMap):
 
     def _function(self, residuals: Sequence[Any]) -> tuple[Callable[..., list[Any]], list[Any]]:
         """Returns the intermediates as a function of the perturbed arrays, and those arrays."""
+        if not CAN_READ_EQNS:
+            raise NotImplementedError(_UNKNOWN.format(name=self._forward_pass.spec.name))
         if self._forward_pass.spec.inputs.has_refs:
             raise NotImplementedError(_WITH_REFS.format(name=self._forward_pass.spec.name))
         restored = jax.tree.unflatten(self._treedef, residuals)
@@ -137,6 +139,11 @@ class Intermediates(LinearMap):
 _WITH_REFS = (
     "{name} takes a jax.Ref and saved an array that is neither an input nor an output, so it cannot be differentiated "
     "twice: forward would have to write twice. Save inputs or outputs instead."
+)
+_UNKNOWN = (
+    "{name} saved an array that is neither an input nor an output, or that cannot be recognized as one in this version "
+    "of JAX, so it cannot be differentiated twice. Use a version of JAX that jaxfn was tested on, or save inputs and "
+    "outputs."
 )
 _CHANGED = (
     "{name}.forward was run again for a higher-order derivative, which goes through an array that it saved and that is "

@@ -27,7 +27,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Generator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
 from itertools import compress
 from operator import or_
@@ -57,11 +57,11 @@ from jaxfn._methods import UserMethods
 from jaxfn._primitives import DeferredError, ErrorMap, LinearMap, bind_linear_map, guard, tie
 from jaxfn._traces import (
     EscapedConstants,
-    is_differentiated,
     is_in_scope,
+    is_staged,
+    is_staged_in_eager_shard_map,
     manual_axes_here,
     may_be_differentiated,
-    staging_traces,
 )
 from jaxfn._tree import as_array, is_inexact, is_traced, replace_at
 
@@ -112,7 +112,8 @@ class _Call:
             return self.run(arrays)
         methods = self.spec.methods
         try:
-            return methods.custom_derivative(_make_custom_derivative, _is_transposed.get())(self, arrays)
+            way = _is_transposed.get(), is_staged_in_eager_shard_map()
+            return methods.custom_derivative(_make_custom_derivative, way)(self, arrays)
         except TypeError as error:
             # Without a pass, the error is of something that `forward` differentiates.
             if not methods.has_forward_mode and self.passes and _NO_FORWARD_MODE in str(error):
@@ -131,7 +132,7 @@ class _Call:
         For derivatives of order two and above it runs in a trace of its own: an array that it stores outside ctx would
         be a constant to the outer derivative. So it is of no use there, and JAX raises.
         """
-        if self.order < 2 or staging_traces():
+        if self.order < 2 or any(map(is_staged, (*arrays.inputs, *arrays.captured))):
             return self._run(arrays)
         try:
             jaxpr, shape = jax.make_jaxpr(self._run, return_shape=True)(arrays)
@@ -190,10 +191,13 @@ def _transposed() -> Generator[None]:
         _is_transposed.reset(token)
 
 
-def _make_custom_derivative(methods: UserMethods, is_transposed: bool) -> Callable[..., CallResults]:
+def _make_custom_derivative(
+    methods: UserMethods, is_transposed: bool, is_in_eager_shard_map: bool
+) -> Callable[..., CallResults]:
     """Makes the custom derivative of one Function class.
 
-    JAX forgets the rule of a `custom_jvp` in some second derivatives of `scan`, and differentiates its body (0.10.0 to
+    An eager `shard_map` takes no `custom_vjp` with symbolic zeros, so every input counts as differentiated there. JAX
+    forgets the rule of a `custom_jvp` in some second derivatives of `scan`, and differentiates its body (0.10.0 to
     0.12.0). So the body is a `custom_vjp`, except where JAX has to transpose it.
     """
 
@@ -208,7 +212,10 @@ def _make_custom_derivative(methods: UserMethods, is_transposed: bool) -> Callab
         vars(f)["__signature__"] = inspect.signature(f)
         methods.show_source(f)
     custom_vjp = jax.custom_vjp(function)
-    custom_vjp.defvjp(_fwd, _bwd, symbolic_zeros=True)
+    if is_in_eager_shard_map:
+        custom_vjp.defvjp(_fwd_of_all, _bwd)
+    else:
+        custom_vjp.defvjp(_fwd, _bwd, symbolic_zeros=True)
     if not methods.has_forward_mode:
         return custom_vjp
     custom_jvp = jax.custom_jvp(function if is_transposed else function_with_vjp)
@@ -314,6 +321,10 @@ def _fwd(call: _Call, primals: CallArrays) -> tuple[CallResults, list[Any]]:
     return results, [call, token, *leaves]
 
 
+def _fwd_of_all(call: _Call, arrays: CallArrays) -> tuple[CallResults, list[Any]]:
+    return _fwd(call, jax.tree.map(lambda x: CustomVJPPrimal(x, True), arrays))
+
+
 def _value_of(primal: CustomVJPPrimal) -> Any:
     return primal.value
 
@@ -359,13 +370,19 @@ def _checked_jvp(derivative: Derivative, residuals: Residuals) -> tuple[Callable
 
     def push(*tangents: Any) -> list[Any]:
         every: list[Any] = [None] * len(forward_pass.input_avals)
-        with jax.ensure_compile_time_eval(), _transposed():  # `jvp` may read the values of residuals
+        with context(), _transposed():
             every = derivative.jvp(residuals, replace_at(derivative.perturbed, every, tangents))
         moved = zip([every[i] for i in forward_pass.differentiable], derivative.avals, strict=True)
         return [zeros_of(aval) if t is None else t for t, aval in moved]
 
     avals = [forward_pass.input_avals[i].to_tangent_aval() for i in derivative.perturbed]
-    _check_linear(push, avals, f"{forward_pass.spec.name}.jvp", "reverse mode", "tangents")
+    arguments = push, avals, f"{forward_pass.spec.name}.jvp", "reverse mode", "tangents"
+    context: Callable[[], Any] = nullcontext
+    try:
+        _check_linear(*arguments)
+    except NEEDS_VALUES:  # of residuals, perhaps
+        context = jax.ensure_compile_time_eval
+        _check_linear(*arguments)
     return push, avals
 
 
@@ -395,10 +412,7 @@ def _jvp(primals: tuple[_Call, CallArrays], tangents: tuple[Any, CallArrays]) ->
     elif not nonzero:
         moved = [None] * len(derivative.forward_pass.differentiable)
     elif call.spec.methods.has_backward:
-        # With the inputs as further operands, an enclosing derivative runs the rule, and finds what it uses besides
-        # the residuals.
-        inputs = arrays.inputs if any(map(is_differentiated, arrays.inputs)) else []
-        moved = bind_linear_map(_DerivativeMap(derivative, taken.treedef), [*leaves, *inputs], nonzero)
+        moved = bind_linear_map(_DerivativeMap(derivative, taken.treedef), [*leaves, *_traces_of(arrays)], nonzero)
     else:
         with _transposed():
             every = derivative.jvp(jax.tree.unflatten(taken.treedef, leaves), known.inputs)
@@ -416,6 +430,16 @@ def _jvp(primals: tuple[_Call, CallArrays], tangents: tuple[Any, CallArrays]) ->
         for i, t in zip(taken.intermediates.indices, moved, strict=True):
             pushed.intermediates[i] = t
     return results, pushed
+
+
+def _traces_of(arrays: CallArrays) -> list[Any]:
+    """Returns arrays without elements that depend on the inputs, as further operands of a linear map.
+
+    So an enclosing derivative of the map by an input runs the rule, even where JAX needs no value of the map, and the
+    rule finds what it uses besides the residuals.
+    """
+    inputs = [x for x in arrays.inputs if is_traced(x) and is_inexact(x.dtype)]
+    return [] if manual_axes_here() else [jax.lax.broadcast(x, (0,)) for x in inputs]
 
 
 def _captured_error(call: _Call) -> DeferredError:

@@ -56,9 +56,9 @@ def may_be_differentiated(array: Any) -> bool:
     )
 
 
-def is_differentiated(array: Any) -> bool:
-    """Whether an array is being differentiated here, as far as JAX has not staged it before."""
-    return any(kind == "derivative" for kind, _ in layers(array))
+def is_staged(array: Any) -> bool:
+    """Whether an array is a value of a jaxpr that is being traced, under the tracers of derivatives and vmaps."""
+    return _kind(type(innermost(array))) == "jaxpr"
 
 
 def is_mapped(array: Any) -> bool:
@@ -95,21 +95,20 @@ def is_in_scope(tracer: Any) -> bool:
     """Whether a tracer may be used here, or is not known to belong to a derivative that JAX has left."""
     if _kind(type(tracer)) != "derivative":
         return True
-    trace: Any = find_top_trace(())
-    while hasattr(trace, "parent_trace") and trace is not tracer._trace:
-        trace = trace.parent_trace
-    return trace is tracer._trace or type(trace).__name__ != "EvalTrace"  # else the chain has been cut
+    traces = list(_enclosing(find_top_trace(())))
+    return tracer._trace in traces or type(traces[-1]).__name__ != "EvalTrace"  # else JAX does not know them all
+
+
+def _enclosing(trace: Any) -> Iterator[Any]:
+    """Yields a trace and those around it, the innermost first, as far as JAX knows them."""
+    while trace is not None:
+        yield trace
+        trace = getattr(trace, "parent_trace", None)
 
 
 def staging_traces() -> list[Any]:
     """Returns the traces that stage to jaxprs here, the innermost first: none outside `jit`."""
-    found: list[Any] = []
-    trace: Any = find_top_trace(())
-    while trace is not None:
-        if hasattr(trace, "frame"):
-            found.append(trace)
-        trace = getattr(trace, "parent_trace", None)
-    return found
+    return [trace for trace in _enclosing(find_top_trace(())) if hasattr(trace, "frame")]
 
 
 def manual_axes_here() -> Sequence[str]:
@@ -117,12 +116,18 @@ def manual_axes_here() -> Sequence[str]:
     return jax.sharding.get_abstract_mesh().manual_axes
 
 
+def is_staged_in_eager_shard_map() -> bool:
+    """Whether JAX stages a program inside a `jax.shard_map` that it evaluates eagerly."""
+    trace: Any = find_top_trace(())
+    return hasattr(trace, "frame") and "ShardMapTrace" in (type(trace).__name__ for trace in _enclosing(trace))
+
+
 # Jaxprs being traced
 
 
 def variable(array: Any) -> Var | None:
     """Returns the variable of a staged array; `None` for other arrays, and for literals."""
-    value = array.val if _kind(type(array)) == "jaxpr" else None
+    value = getattr(array, "val", None) if _kind(type(array)) == "jaxpr" else None
     return value if isinstance(value, Var) else None
 
 
@@ -152,6 +157,7 @@ class EscapedConstants:
 
 def has_ended(array: Any) -> bool:
     """Whether the trace of a staged array has surely ended: JAX then forgets its eqns, that of the array among them."""
+    array = innermost(array)
     is_computed = _kind(type(array)) == "jaxpr" and array.parent is not None
     return is_computed and not array._trace.frame.tracing_eqns
 
