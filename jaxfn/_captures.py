@@ -14,7 +14,7 @@ CONTAINERS = (tuple, list, dict)
 
 
 def captures_any(function: object) -> bool:
-    """Whether a function has a closure or defaults, or is no plain function."""
+    """Whether a function has a closure or defaults, or is another kind of callable."""
     is_plain = isinstance(function, types.FunctionType)
     return not is_plain or bool(function.__closure__ or function.__defaults__ or function.__kwdefaults__)
 

@@ -264,7 +264,7 @@ def run_forward(
         returned.spec,
         list(map(jax.typeof, inputs)),
         list(map(jax.typeof, returned.arrays)),
-        {place: name for place, name in named.items() if name is not None},
+        {index: name for index, name in named.items() if name is not None},
     )
     return forward_pass, forward_pass.label_results(results) if names else results
 
@@ -276,7 +276,7 @@ class Residuals(NamedTuple):
       saved: What `forward` saved, packed if there are saved-tensor hooks.
       captured: The values of captured tracers.
       inputs: The array leaves of the inputs, for the derivative of intermediates; empty where it cannot be needed.
-      intermediates: The saved intermediates, likewise.
+      intermediates: The saved intermediates, for that too.
     """
 
     saved: list[Any]
@@ -285,7 +285,7 @@ class Residuals(NamedTuple):
     intermediates: list[Any]
 
 
-class Derivative:
+class Differentiation:
     """One differentiation of a forward pass, without its arrays: what `backward` and `jvp` need except `Residuals`.
 
     Attributes:

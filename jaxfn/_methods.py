@@ -98,8 +98,8 @@ class UserMethods:
     def rule_captures(self) -> list[Any]:
         """Returns the tracers in the closures and the defaults of `backward` and `jvp`, in tuples too.
 
-        A list or a dict may be a log, with tracers of programs that have ended. A value that a derivative outside of
-        this program traces cannot be used here.
+        A list or a dict may be a log, with tracers of programs that have ended. A value of a derivative that JAX has
+        left cannot be used here.
         """
         return list(filter(is_in_scope, captured_tracers(self._rule_closures, (tuple,)))) if self._rule_closures else []
 

@@ -1,8 +1,8 @@
-"""What JAX's public custom derivatives lack: a linear map with a transpose of its own, and a common batch.
+"""Three things that JAX's public custom derivatives lack.
 
 `linear_map` applies a `LinearMap` to tangents, and transposes by its other method: the derivative of a Function that
-has both `jvp` and `backward`. `tie` is an identity whose results all have the batch. `guard` is an identity by public
-means; it raises where somebody uses a derivative of its results.
+has both `jvp` and `backward`. `tie` is an identity whose results all have the batch. `guard`, a `jax.custom_jvp`, is an
+identity that raises where a derivative of its results is used.
 """
 
 from __future__ import annotations

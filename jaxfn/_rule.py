@@ -19,8 +19,9 @@ further result of the call; its derivative is that of forward's own operations (
 
 # Note: what depends on a run of `forward` is not in a pytree
 
-JAX traces `fwd` once for each pattern of perturbed inputs, and uses the tree of the last residuals for all of them. So
-they are a flat list. The shape of its first array, which is empty, says which derivative the others belong to.
+JAX traces the `fwd` of a staged call once for each pattern of perturbed inputs, and uses the tree of the last residuals
+for all of them. So they are a flat list. The shape of its first array, which is empty, says which derivative the others
+belong to.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ import inspect
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
+from dataclasses import dataclass
 from itertools import compress
 from operator import or_
 from typing import Any, NamedTuple
@@ -43,7 +45,7 @@ from jaxfn._forward_pass import (
     CallArrays,
     CallResults,
     CallSpec,
-    Derivative,
+    Differentiation,
     ForwardPass,
     Residuals,
     call_forward,
@@ -122,15 +124,15 @@ class _Call:
         except jax.errors.UnexpectedTracerError as error:
             raise methods.escaped_tracer_error("forward") from error
         except Exception as error:
-            if type(error).__name__ == "CustomVJPException":  # a derivative by a value that is no argument
+            if type(error).__name__ == "CustomVJPException":  # a derivative by a value that is not an argument
                 _captured_error(self).throw()
             raise
 
     def run(self, arrays: CallArrays) -> CallResults:
         """Runs `forward`.
 
-        For derivatives of order two and above it runs in a trace of its own: an array that it stores outside ctx would
-        be a constant to the outer derivative. So it is of no use there, and JAX raises.
+        For derivatives of order two and above it runs in a separate trace: an array that it stores outside ctx would be
+        a constant to the outer derivative. As a tracer of a trace that has ended it raises.
         """
         if self.order < 2 or any(map(is_staged, (*arrays.inputs, *arrays.captured))):
             return self._run(arrays)
@@ -172,7 +174,7 @@ class _Call:
 class _Taken(NamedTuple):
     """A derivative that was taken of a call, and the treedef of its residuals."""
 
-    derivative: Derivative
+    derivative: Differentiation
     treedef: Any
     intermediates: Intermediates | None
     captures_perturbed: bool  # whether `forward` captures a value by which it was taken
@@ -298,7 +300,7 @@ def _differentiate(call: _Call, arrays: CallArrays, perturbed: CallArrays) -> tu
         every = [i for i, flag in enumerate([*flags, *captured]) if flag]
         intermediates = Intermediates(returned, call.tracers, results.intermediates, every, treedef)
     union = tuple(map(or_, forward_pass.seen_flags, flags))
-    derivative = Derivative(forward_pass, call.tracers, union, indices, packed)
+    derivative = Differentiation(forward_pass, call.tracers, union, indices, packed)
     captures = any(captured[: call.num_forward_tracers]) and again.outputs_depend_on(arrays, captured)
     return _Taken(derivative, treedef, intermediates, captures), results, leaves
 
@@ -311,14 +313,25 @@ def _fwd(call: _Call, primals: CallArrays) -> tuple[CallResults, list[Any]]:
     arrays, perturbed = (
         CallArrays(*([get(x) for x in part] for part in primals)) for get in (_value_of, _is_perturbed)
     )
+    was_staged = bool(call.passes)
     taken, results, leaves = _differentiate(call, arrays, perturbed)
     call.derivatives.append(taken)
+    if not was_staged:
+        return results, [call, *leaves]
     index = next(i for i, other in enumerate(call.derivatives, 1) if other is taken)  # other threads append too
     if taken.derivative.forward_pass.reads_flags:  # with other flags it may save more or fewer arrays
         leaves += [np.zeros(0, np.float32)] * (-len(leaves) % _RESIDUALS_ROUNDED_TO)
     # In `shard_map` an array without elements may lack a sharding.
     token = np.zeros((index, 1 if manual_axes_here() else 0), bool)
-    return results, [call, token, *leaves]
+    return results, [_Staged(call), token, *leaves]
+
+
+@jax.tree_util.register_static
+@dataclass(frozen=True)
+class _Staged:
+    """A call that JAX staged before it differentiated it, perhaps several times."""
+
+    call: _Call
 
 
 def _fwd_of_all(call: _Call, arrays: CallArrays) -> tuple[CallResults, list[Any]]:
@@ -335,8 +348,12 @@ def _is_perturbed(primal: CustomVJPPrimal) -> bool:
 
 @hiding_own_frames
 def _bwd(flat: list[Any], results: CallResults) -> tuple[None, CallArrays]:
-    call, token, *leaves = flat
-    taken: _Taken = call.derivatives[token.shape[0] - 1]
+    call, *leaves = flat
+    if isinstance(call, _Staged):
+        call, token = call.call, leaves.pop(0)
+        taken = call.derivatives[token.shape[0] - 1]
+    else:
+        (taken,) = call.derivatives
     leaves = leaves[: taken.treedef.num_leaves]
     outputs, intermediates = (list(map(_without_zero, part)) for part in results)
     gradients: list[Any] = [None] * len(call.flags)
@@ -352,7 +369,7 @@ def _bwd(flat: list[Any], results: CallResults) -> tuple[None, CallArrays]:
     return None, CallArrays(gradients, captured)
 
 
-def _pull(derivative: Derivative, residuals: Residuals, cotangents: Sequence[Any]) -> list[Any]:
+def _pull(derivative: Differentiation, residuals: Residuals, cotangents: Sequence[Any]) -> list[Any]:
     """Returns a cotangent for each array leaf of the inputs, by `backward`, or by transposing the only rule, `jvp`."""
     forward_pass = derivative.forward_pass
     if forward_pass.spec.methods.has_backward or not forward_pass.spec.methods.has_jvp:
@@ -364,7 +381,7 @@ def _pull(derivative: Derivative, residuals: Residuals, cotangents: Sequence[Any
     return replace_at(derivative.perturbed, [None] * len(forward_pass.input_avals), pulled)
 
 
-def _checked_jvp(derivative: Derivative, residuals: Residuals) -> tuple[Callable[..., list[Any]], list[Any]]:
+def _checked_jvp(derivative: Differentiation, residuals: Residuals) -> tuple[Callable[..., list[Any]], list[Any]]:
     """Returns `jvp` as a function of the perturbed inputs' tangents, and their types. Raises if it is not linear."""
     forward_pass = derivative.forward_pass
 
@@ -436,7 +453,7 @@ def _traces_of(arrays: CallArrays) -> list[Any]:
     """Returns arrays without elements that depend on the inputs, as further operands of a linear map.
 
     So an enclosing derivative of the map by an input runs the rule, even where JAX needs no value of the map, and the
-    rule finds what it uses besides the residuals.
+    rule finds what it uses in addition to the residuals.
     """
     inputs = [x for x in arrays.inputs if is_traced(x) and is_inexact(x.dtype)]
     return [] if manual_axes_here() else [jax.lax.broadcast(x, (0,)) for x in inputs]
@@ -461,7 +478,7 @@ _CAPTURED = (
 class _DerivativeMap(LinearMap):
     """The derivative of a Function with both modes, from perturbed leaves of the inputs to differentiable outputs."""
 
-    def __init__(self, derivative: Derivative, treedef: Any) -> None:
+    def __init__(self, derivative: Differentiation, treedef: Any) -> None:
         self._derivative = derivative
         self._treedef = treedef
 
@@ -522,7 +539,7 @@ class _LinearityCheck(LinearMap):
     The first operands are the tangents that `jvp` took: JAX transposes nothing that does not depend on them.
     """
 
-    def __init__(self, derivative: Derivative, treedef: Any, avals: Sequence[Any]) -> None:
+    def __init__(self, derivative: Differentiation, treedef: Any, avals: Sequence[Any]) -> None:
         self._derivative = derivative
         self._treedef = treedef
         self._avals = avals
