@@ -276,13 +276,11 @@ class Residuals(NamedTuple):
       saved: What `forward` saved, packed if there are saved-tensor hooks.
       captured: The values of captured tracers.
       inputs: The array leaves of the inputs, for the derivative of intermediates; empty where it cannot be needed.
-      intermediates: The saved intermediates, for that too.
     """
 
     saved: list[Any]
     captured: list[Any]
     inputs: list[Any]
-    intermediates: list[Any]
 
 
 class Differentiation:

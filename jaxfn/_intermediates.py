@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import jax
 import numpy as np
-from jax.core import Tracer
+from jax.core import Tracer, eval_jaxpr
 
 from jaxfn._compat import dce_jaxpr, zeros_of
 from jaxfn._diagnostics import NEEDS_VALUES
@@ -62,19 +63,19 @@ class Intermediates(LinearMap):
         if self._are_constants:
             return list(map(zeros_of, self._avals))
         function, values = self._function(residuals)
-        return self._hinting(lambda: jax.jvp(function, values, list(tangents))[1])
+        try:
+            return list(jax.jvp(function, values, list(tangents))[1])
+        except Exception as error:
+            self._forward_pass.spec.methods.add_forward_hint(error)
+            raise
 
     def transpose(self, residuals: Sequence[Any], cotangents: Sequence[jax.Array | None]) -> list[jax.Array | None]:
         if self._are_constants:
             return [None] * len(self._perturbed)
         function, values = self._function(residuals)
         cts = [zeros_of(aval) if ct is None else ct for ct, aval in zip(cotangents, self._avals, strict=True)]
-        return self._hinting(lambda: jax.vjp(function, *values)[1](cts))
-
-    def _hinting(self, derivative: Callable[[], Sequence[Any]]) -> list[Any]:
-        """Calls `derivative`, and adds a hint to its errors, which are of operations of `forward`."""
         try:
-            return list(derivative())
+            return list(jax.vjp(function, *values)[1](cts))
         except Exception as error:
             self._forward_pass.spec.methods.add_forward_hint(error)
             raise
@@ -109,7 +110,7 @@ class Intermediates(LinearMap):
     def _stage(self, arrays: CallArrays) -> Callable[[CallArrays], list[Any]]:
         """Returns what computes the intermediates again. Runs `forward` twice, and raises if the runs differ."""
         try:
-            jaxpr, other = (jax.make_jaxpr(lambda arrays: self._run(arrays))(arrays) for _ in range(2))
+            jaxpr, other = (jax.make_jaxpr(partial(self._run))(arrays) for _ in range(2))  # JAX caches one function
         except NEEDS_VALUES:
             values = [list(map(innermost, self._run(arrays))) for _ in range(2)]
             pairs = [(a, b) for a, b in zip(*values, strict=True) if not isinstance(a, Tracer)]
@@ -121,7 +122,7 @@ class Intermediates(LinearMap):
         if not same_program(jaxpr, other):
             raise self._changed()
         needed, consts = dce_jaxpr(jaxpr.jaxpr, [True] * len(jaxpr.jaxpr.outvars)), jaxpr.consts
-        return lambda arrays: list(map(as_array, jax.core.eval_jaxpr(needed, consts, *jax.tree.leaves(arrays))))
+        return lambda arrays: list(map(as_array, eval_jaxpr(needed, consts, *jax.tree.leaves(arrays))))
 
     def _run(self, arrays: CallArrays) -> list[Any]:
         """Runs `forward`; returns its saved intermediates that have a derivative."""

@@ -37,6 +37,7 @@ from typing import Any, NamedTuple
 
 import jax
 import numpy as np
+from jax.core import eval_jaxpr
 from jax.custom_derivatives import CustomVJPPrimal, SymbolicZero
 
 from jaxfn._compat import shape_struct, zeros_of
@@ -116,14 +117,12 @@ class _Call:
         try:
             way = _is_transposed.get(), is_staged_in_eager_shard_map()
             return methods.custom_derivative(_make_custom_derivative, way)(self, arrays)
-        except TypeError as error:
-            # Without a pass, the error is of something that `forward` differentiates.
-            if not methods.has_forward_mode and self.passes and _NO_FORWARD_MODE in str(error):
-                raise TypeError(methods.no_forward_mode) from None
-            raise
         except jax.errors.UnexpectedTracerError as error:
             raise methods.escaped_tracer_error("forward") from error
         except Exception as error:
+            # Without a pass, the error is of something that `forward` differentiates.
+            if not methods.has_forward_mode and self.passes and _NO_FORWARD_MODE in str(error):
+                raise TypeError(methods.no_forward_mode) from None
             if type(error).__name__ == "CustomVJPException":  # a derivative by a value that is not an argument
                 _captured_error(self).throw()
             raise
@@ -140,7 +139,7 @@ class _Call:
             jaxpr, shape = jax.make_jaxpr(self._run, return_shape=True)(arrays)
         except NEEDS_VALUES:
             return self._run(arrays)
-        leaves = jax.core.eval_jaxpr(jaxpr.jaxpr, jaxpr.consts, *jax.tree.leaves(arrays))
+        leaves = eval_jaxpr(jaxpr.jaxpr, jaxpr.consts, *jax.tree.leaves(arrays))
         return jax.tree.unflatten(jax.tree.structure(shape), list(map(as_array, leaves)))
 
     def _run(self, arrays: CallArrays) -> CallResults:
@@ -163,8 +162,12 @@ class _Call:
 
     def outputs_depend_on(self, arrays: CallArrays, captured: Sequence[bool]) -> bool:
         """Whether outputs depend on some of the captured tracers, or may do so."""
+
+        def outputs(arrays: CallArrays) -> list[Any]:
+            return self._forward(arrays)[1].outputs
+
         try:
-            jaxpr = jax.make_jaxpr(lambda arrays: self._forward(arrays)[1].outputs)(arrays).jaxpr
+            jaxpr = jax.make_jaxpr(outputs)(arrays).jaxpr
         except NEEDS_VALUES:
             return True
         _, needed = needed_eqns(jaxpr, jaxpr.outvars)
@@ -290,10 +293,8 @@ def _differentiate(call: _Call, arrays: CallArrays, perturbed: CallArrays) -> tu
         results = results._replace(intermediates=same.bind(arrays).intermediates)
         returned = same.passes[-1]
     call.passes.append(returned)
-    residuals = Residuals(saved, arrays.captured, [], [])
-    if results.intermediates and not spec.inputs.has_refs:
-        residuals = residuals._replace(inputs=arrays.inputs)
-    leaves, treedef = jax.tree.flatten(residuals)
+    inputs = arrays.inputs if results.intermediates and not spec.inputs.has_refs else []
+    leaves, treedef = jax.tree.flatten(Residuals(saved, arrays.captured, inputs))
     indices = [i for i, flag in enumerate(flags) if flag]
     captured = [p and is_inexact(x.dtype) for x, p in zip(arrays.captured, perturbed.captured, strict=True)]
     if results.intermediates:
@@ -335,7 +336,7 @@ class _Staged:
 
 
 def _fwd_of_all(call: _Call, arrays: CallArrays) -> tuple[CallResults, list[Any]]:
-    return _fwd(call, jax.tree.map(lambda x: CustomVJPPrimal(x, True), arrays))
+    return _fwd(call, CallArrays(*([CustomVJPPrimal(x, True) for x in part] for part in arrays)))
 
 
 def _value_of(primal: CustomVJPPrimal) -> Any:

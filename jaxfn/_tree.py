@@ -20,7 +20,7 @@ from typing import Any, cast
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.core import Tracer
+from jax.core import ShapedArray, Tracer
 from jax.tree_util import keystr, tree_flatten, tree_flatten_with_path, tree_leaves, tree_unflatten
 
 from jaxfn._compat import is_ref
@@ -48,7 +48,7 @@ def is_jax_type(kind: type) -> bool:
 def is_inexact(dtype: Any) -> bool:
     """Whether arrays of a dtype can be differentiated: floating, complex, and extended dtypes that have a tangent."""
     if jnp.issubdtype(dtype, jax.dtypes.extended):
-        return jax.core.ShapedArray((), dtype).to_tangent_aval().dtype != jax.float0
+        return ShapedArray((), dtype).to_tangent_aval().dtype != jax.float0
     return jnp.issubdtype(dtype, jnp.inexact)
 
 
