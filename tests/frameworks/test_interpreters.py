@@ -108,13 +108,12 @@ PROGRAMS = {
     "scan": (repeated, (X,), [4 * np.round(X)]),
     "vmap": (jax.vmap(Round.apply), (X,), [np.round(X)]),
 }
-TIE = pytest.mark.xfail(reason="jaxfn does not see what batched outputs depend on, and adds the primitive tie")
 
 
 @slow
 @row("E1", "D1", "D4")
 @pytest.mark.skipif(EXPERIMENTAL, reason="jax2onnx does not know call_hi_primitive")
-@pytest.mark.parametrize("program", [pytest.param(name, marks=TIE if name == "vmap" else ()) for name in PROGRAMS])
+@pytest.mark.parametrize("program", PROGRAMS)
 def test_an_exported_program_has_the_rules(program, monkeypatch):
     jax2onnx = pytest.importorskip("jax2onnx")
     reference = pytest.importorskip("onnx.reference")
