@@ -1,4 +1,4 @@
-"""Rows D9 and E1b: `jax.checkpoint` of a Function that saves its output saves as much as of a hand-written rule."""
+"""Rows D9 and E1b: `jax.checkpoint` of a Function saves as much as of a hand-written rule."""
 
 from __future__ import annotations
 
@@ -10,12 +10,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
+from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec as P
 
 import jaxfn
 from tests.support.cases import on_host, residual_bytes
 from tests.support.contexts import CONTEXTS
-from tests.support.marks import cells, row
+from tests.support.marks import EXPERIMENTAL, cells, row
 
 X = np.linspace(-0.9, 1.1, 4, dtype=np.float32)
 
@@ -122,6 +123,52 @@ def test_a_checkpoint_saves_nothing_and_computes_the_output_again(rule, attribut
         np.testing.assert_allclose(second(chain(ours, checkpoint), X), expected, rtol=1e-4, atol=1e-6)
         if is_linear:
             np.testing.assert_allclose(expected, second(chain(theirs, lambda f: f), X), rtol=1e-4, atol=1e-6)
+
+
+# --- names by checkpoint_name
+
+
+class Named(jaxfn.Function):
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(checkpoint_name(jnp.cos(x), "saved"))
+        return checkpoint_name(jnp.sin(checkpoint_name(1 * x, "inside")), "output")
+
+    @staticmethod
+    def backward(ctx, g):
+        return g * ctx.saved_tensors[0]
+
+
+class NamedInBothModes(Named):
+    generate_jvp_rule = True
+
+
+named = jax.custom_vjp(jnp.sin)
+
+
+def named_fwd(x):
+    return checkpoint_name(jnp.sin(x), "output"), checkpoint_name(jnp.cos(x), "saved")
+
+
+named.defvjp(named_fwd, lambda saved, g: (g * saved,))
+
+
+@row("E1b")
+@pytest.mark.xfail(EXPERIMENTAL, strict=False, reason="with JAX_CUSTOM_VJP3 the policies do not see these names")
+@cells(
+    "function,names", [(Named, ("output", "saved")), (NamedInBothModes, ("output",)), (Named, ("saved",)), (Named, ())]
+)
+def test_policies_see_the_names_of_outputs_and_of_saved_arrays(function, names):
+    policy = jax.checkpoint_policies.save_only_these_names(*names, "inside")
+
+    def loss(f):
+        return jax.checkpoint(lambda x: jnp.sum(jnp.sin(f(jnp.sin(x)))), policy=policy)
+
+    ours, theirs = loss(function.apply), loss(named)
+    x = jnp.linspace(-1, 1, 100)
+    nbytes = [residual_bytes(f, (x,)) for f in (ours, theirs)]
+    assert nbytes == [400 * (1 + len(names))] * 2
+    np.testing.assert_allclose(jax.grad(ours)(x), jax.grad(theirs)(x), rtol=1e-6)
 
 
 # --- names of axes

@@ -108,12 +108,15 @@ PROGRAMS = {
     "scan": (repeated, (X,), [4 * np.round(X)]),
     "vmap": (jax.vmap(Round.apply), (X,), [np.round(X)]),
 }
+CHECK = pytest.mark.xfail(
+    strict=True, reason="that jvp is linear is checked by a linear_map, which jax2onnx does not know"
+)
 
 
 @slow
 @row("E1", "D1", "D4")
 @pytest.mark.skipif(EXPERIMENTAL, reason="jax2onnx does not know call_hi_primitive")
-@pytest.mark.parametrize("program", PROGRAMS)
+@pytest.mark.parametrize("program", [pytest.param(name, marks=CHECK if name == "jvp" else ()) for name in PROGRAMS])
 def test_an_exported_program_has_the_rules(program, monkeypatch):
     jax2onnx = pytest.importorskip("jax2onnx")
     reference = pytest.importorskip("onnx.reference")
