@@ -70,7 +70,7 @@ class UserMethods:
         self._rule_closures = list(filter(captures_any, (self._backward, self._jvp)))
         self._is_separate = _is_defined(self._setup_context)
         self._warned: set[str] = set()
-        self._custom_derivatives: dict[tuple[bool, bool], Any] = {}
+        self._custom_derivatives: dict[bool, Any] = {}
         if not _is_defined(self._forward):
             hint = _similar_attribute(function, "forward")
             raise NotImplementedError(f"{self.name} defines no forward. Write it as a static method.{hint}")
@@ -137,11 +137,11 @@ class UserMethods:
             )
         return None
 
-    def custom_derivative(self, make: Callable[..., Any], way: tuple[bool, bool]) -> Any:
+    def custom_derivative(self, make: Callable[..., Any], is_transposed: bool) -> Any:
         """Returns JAX's custom derivative for calls of the Function, made once for each way in which JAX uses it."""
-        if way not in self._custom_derivatives:
-            self._custom_derivatives[way] = make(self, *way)
-        return self._custom_derivatives[way]
+        if is_transposed not in self._custom_derivatives:
+            self._custom_derivatives[is_transposed] = make(self, is_transposed)
+        return self._custom_derivatives[is_transposed]
 
     def show_source(self, function: Any) -> None:
         """Lets JAX's messages about a function say where `forward` is."""

@@ -27,9 +27,8 @@ belong to.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Generator, Sequence
-from contextlib import contextmanager, nullcontext
-from contextvars import ContextVar
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from itertools import compress
 from operator import or_
@@ -62,7 +61,6 @@ from jaxfn._traces import (
     EscapedConstants,
     is_in_scope,
     is_staged,
-    is_staged_in_eager_shard_map,
     manual_axes_here,
     may_be_differentiated,
 )
@@ -115,8 +113,7 @@ class _Call:
             return self.run(arrays)
         methods = self.spec.methods
         try:
-            way = _is_transposed.get(), is_staged_in_eager_shard_map()
-            return methods.custom_derivative(_make_custom_derivative, way)(self, arrays)
+            return methods.custom_derivative(_make_custom_derivative, _is_transposed.value)(self, arrays)
         except jax.errors.UnexpectedTracerError as error:
             raise methods.escaped_tracer_error("forward") from error
         except Exception as error:
@@ -183,26 +180,15 @@ class _Taken(NamedTuple):
     captures_perturbed: bool  # whether `forward` captures a value by which it was taken
 
 
-# Whether code runs that JAX transposes: a `jvp`, or a `backward` that is transposed for `generate_jvp_rule`.
-_is_transposed: ContextVar[bool] = ContextVar("is_transposed", default=False)
+# Whether code runs that JAX transposes: a `jvp`, or a `backward` that is transposed for `generate_jvp_rule`. A user
+# context is part of the keys of JAX's caches.
+_is_transposed: Any = jax.make_user_context(default_value=False)
 
 
-@contextmanager
-def _transposed() -> Generator[None]:
-    token = _is_transposed.set(True)
-    try:
-        yield
-    finally:
-        _is_transposed.reset(token)
-
-
-def _make_custom_derivative(
-    methods: UserMethods, is_transposed: bool, is_in_eager_shard_map: bool
-) -> Callable[..., CallResults]:
+def _make_custom_derivative(methods: UserMethods, is_transposed: bool) -> Callable[..., CallResults]:
     """Makes the custom derivative of one Function class.
 
-    An eager `shard_map` takes no `custom_vjp` with symbolic zeros, so every input counts as differentiated there. JAX
-    forgets the rule of a `custom_jvp` in some second derivatives of `scan`, and differentiates its body (0.10.0 to
+    JAX forgets the rule of a `custom_jvp` in some second derivatives of `scan`, and differentiates its body (0.10.0 to
     0.12.0). So the body is a `custom_vjp`, except where JAX has to transpose it.
     """
 
@@ -217,10 +203,7 @@ def _make_custom_derivative(
         vars(f)["__signature__"] = inspect.signature(f)
         methods.show_source(f)
     custom_vjp = jax.custom_vjp(function)
-    if is_in_eager_shard_map:
-        custom_vjp.defvjp(_fwd_of_all, _bwd)
-    else:
-        custom_vjp.defvjp(_fwd, _bwd, symbolic_zeros=True)
+    custom_vjp.defvjp(_fwd, _bwd, symbolic_zeros=True)
     if not methods.has_forward_mode:
         return custom_vjp
     custom_jvp = jax.custom_jvp(function if is_transposed else function_with_vjp)
@@ -287,8 +270,8 @@ def _differentiate(call: _Call, arrays: CallArrays, perturbed: CallArrays) -> tu
     returned, intermediates = forward_pass, None
     if not call.order:
         results = results._replace(intermediates=[])
-    elif call.passes and call.passes[0].saved.num_intermediates != len(results.intermediates):
-        # `forward` saves other arrays with these flags. What JAX knows as results are those without.
+    elif call.passes and forward_pass.reads_flags and forward_pass.seen_flags != call.passes[0].seen_flags:
+        # `forward` may save other arrays with these flags. What JAX knows as results are those without.
         same = call.again([False] * len(flags))
         results = results._replace(intermediates=same.bind(arrays).intermediates)
         returned = same.passes[-1]
@@ -323,7 +306,7 @@ def _fwd(call: _Call, primals: CallArrays) -> tuple[CallResults, list[Any]]:
     if taken.derivative.forward_pass.reads_flags:  # with other flags it may save more or fewer arrays
         leaves += [np.zeros(0, np.float32)] * (-len(leaves) % _RESIDUALS_ROUNDED_TO)
     # Alone in a `shard_map`, an array without elements would lack a sharding.
-    token = np.zeros((index, 1 if manual_axes_here() and not leaves else 0), bool)
+    token = np.zeros((index, 1 if manual_axes_here() and not leaves else 0), np.float32)
     return results, [_Staged(call), token, *leaves]
 
 
@@ -333,10 +316,6 @@ class _Staged:
     """A call that JAX staged before it differentiated it, perhaps several times."""
 
     call: _Call
-
-
-def _fwd_of_all(call: _Call, arrays: CallArrays) -> tuple[CallResults, list[Any]]:
-    return _fwd(call, CallArrays(*([CustomVJPPrimal(x, True) for x in part] for part in arrays)))
 
 
 def _value_of(primal: CustomVJPPrimal) -> Any:
@@ -388,7 +367,7 @@ def _checked_jvp(derivative: Differentiation, residuals: Residuals) -> tuple[Cal
 
     def push(*tangents: Any) -> list[Any]:
         every: list[Any] = [None] * len(forward_pass.input_avals)
-        with context(), _transposed():
+        with context(), _is_transposed(True):
             every = derivative.jvp(residuals, replace_at(derivative.perturbed, every, tangents))
         moved = zip([every[i] for i in forward_pass.differentiable], derivative.avals, strict=True)
         return [zeros_of(aval) if t is None else t for t, aval in moved]
@@ -432,7 +411,7 @@ def _jvp(primals: tuple[_Call, CallArrays], tangents: tuple[Any, CallArrays]) ->
     elif call.spec.methods.has_backward:
         moved = bind_linear_map(_DerivativeMap(derivative, taken.treedef), [*leaves, *_traces_of(arrays)], nonzero)
     else:
-        with _transposed():
+        with _is_transposed(True):
             every = derivative.jvp(jax.tree.unflatten(taken.treedef, leaves), known.inputs)
         moved = [every[i] for i in derivative.forward_pass.differentiable]
         present = [i for i, t in enumerate(moved) if t is not None]
@@ -518,7 +497,7 @@ class _DerivativeMap(LinearMap):
         input_avals = [forward_pass.input_avals[i].to_tangent_aval() for i in self._derivative.perturbed]
 
         def pull(*cotangents: Any) -> list[Any]:
-            with _transposed():
+            with _is_transposed(True):
                 pulled = self.transpose(residuals, cotangents)
             return [zeros_of(aval) if ct is None else ct for ct, aval in zip(pulled, input_avals, strict=True)]
 

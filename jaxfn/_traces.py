@@ -116,12 +116,6 @@ def manual_axes_here() -> Sequence[str]:
     return jax.sharding.get_abstract_mesh().manual_axes
 
 
-def is_staged_in_eager_shard_map() -> bool:
-    """Whether JAX stages a program inside a `jax.shard_map` that it evaluates eagerly."""
-    trace: Any = find_top_trace(())
-    return hasattr(trace, "frame") and "ShardMapTrace" in (type(trace).__name__ for trace in _enclosing(trace))
-
-
 # Jaxprs being traced
 
 
@@ -149,10 +143,12 @@ class EscapedConstants:
         self._before = len(self._constants)
 
     def found(self) -> bool:
-        """Whether a tracer of a trace that has ended is among them. To JAX it is a constant until it is compiled."""
-        if len(self._constants) == self._before:
-            return False
-        return any(map(has_ended, list(self._constants.values())[self._before :]))
+        """Whether a tracer is among them that cannot be used here: of a trace that has ended, or of a derivative.
+
+        To JAX it is a constant, without a derivative, until it is compiled.
+        """
+        new = list(self._constants.values())[self._before :] if len(self._constants) > self._before else []
+        return any(has_ended(x) or any(kind == "derivative" for kind, _ in layers(x)) for x in new)
 
 
 def has_ended(array: Any) -> bool:

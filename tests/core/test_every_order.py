@@ -372,3 +372,69 @@ def test_second_derivatives_of_a_pure_forward_that_reads_its_flags_and_returns_a
     f, w = with_integer("mask"), jnp.float32(1.5)
     got = SECOND_DERIVATIVES[program](lambda x: f(x, w))(X)
     np.testing.assert_allclose(got, -1.5 * 1.5 * jnp.sin(1.5 * X), rtol=1e-5)
+
+
+# --- flags, caches and globals
+
+
+@row("B7", "D8")
+@pytest.mark.parametrize("around", [lambda f: f, jax.jit, jax.checkpoint], ids=["eager", "jit", "checkpoint"])
+def test_a_forward_that_saves_another_array_for_other_flags(around):
+    """The same number of arrays, so that nothing but the flags tells which is which."""
+
+    def forward(ctx, x, w):
+        ctx.x, ctx.w, ctx.both = x, w, all(ctx.needs_input_grad)
+        ctx.save_for_backward(x + w if ctx.both else w * w)
+        return x * w * w
+
+    def backward(ctx, g):
+        (s,) = ctx.saved_tensors
+        return (g * (s - ctx.x) * ctx.w, 2 * g * ctx.x * (s - ctx.x)) if ctx.both else (g * s, None)
+
+    f = around(jaxfn.autograd_function(forward, backward))
+    np.testing.assert_allclose(jax.grad(jax.grad(f, 0), 1)(2.0, 3.0), 6.0)
+    second = jax.grad(lambda x, w: jnp.sin(jax.grad(f, 0)(x, w)), 1)
+    np.testing.assert_allclose(second(2.0, 3.0), 6 * np.cos(9.0), rtol=1e-5)
+
+
+class OtherRule(jaxfn.Function):
+    """A sine whose rules are those of the cube."""
+
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        return jnp.sin(x)
+
+    @staticmethod
+    def backward(ctx, g):
+        return 3 * ctx.saved_tensors[0] ** 2 * g
+
+    jvp = backward
+
+
+@row("D7")
+def test_a_function_that_a_jvp_has_applied_keeps_its_rule_in_a_scan():
+    jitted = jax.jit(OtherRule.apply)
+    applying = jaxfn.autograd_function(lambda ctx, x: ctx.save_for_backward(x) or jnp.cos(x))
+    applying.jvp(lambda ctx, t: t * jax.jvp(jitted, (ctx.saved_tensors[0],), (jnp.float32(1),))[1])
+    x = jnp.float32(0.7)
+    np.testing.assert_allclose(jax.grad(applying)(x), 3 * 0.7**2, rtol=1e-6)
+
+    def twice(f):
+        return jax.grad(jax.grad(lambda x: jax.lax.scan(lambda c, _: (f(c) * x, None), x, None, 2)[0]))(x)
+
+    plain = lambda x: x**3 + jax.lax.stop_gradient(jnp.sin(x) - x**3)  # noqa: E731
+    np.testing.assert_allclose(twice(jitted), twice(plain), rtol=1e-5)
+
+
+@row("A9")
+def test_a_differentiated_global_that_backward_reads_in_an_inner_program_raises():
+    found = {}
+    f = jaxfn.autograd_function(lambda ctx, x: x * 1.0, lambda ctx, g: g * found["c"])
+
+    def program(c, x):
+        found["c"] = c
+        return jax.jit(lambda x: f(x))(x)
+
+    with pytest.raises(NotImplementedError, match="backward closes over a value"):
+        jax.jit(jax.grad(jax.grad(program, 1), 0))(1.3, 0.7)

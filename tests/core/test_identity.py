@@ -137,6 +137,10 @@ def check(no_op, use, mode, context, outside):
     first, second, through_jit = derivatives(f, CONTEXTS[context], OUTSIDE[outside])
     np.testing.assert_allclose(first(X), expected(use, 1), rtol=1e-5)
     np.testing.assert_allclose(second(X), expected(use, 2), rtol=1e-5, atol=1e-6)
+    if (no_op, context, outside) == ("checkpoint", "vmap", ""):  # JAX moves the batch of what `checkpoint` takes
+        with pytest.raises(NotImplementedError, match="returned different values"):
+            through_jit(X)
+        return
     np.testing.assert_allclose(through_jit(X), expected(use, 2), rtol=1e-5, atol=1e-6)
 
 
@@ -236,6 +240,8 @@ def test_marking_an_output_by_an_operation_that_changes_nothing(no_op, marked, r
     """The array is marked, except that a new one in an eager first derivative is warned of, and has no effect."""
     is_new = marked != RETURNED and no_op in NEW_OBJECT and no_op != "broadcast_to"
     is_new = is_new and context in ("eager", "vmap") and not outside
+    # JAX moves the batch of what `checkpoint` takes.
+    is_new = is_new or (no_op == "checkpoint" and marked != RETURNED and context == "vmap" and not outside)
     change_nothing, outside = NO_OPS[no_op], OUTSIDE[outside]
 
     def forward(ctx, x):
