@@ -15,12 +15,13 @@ from typing import Any, NamedTuple, cast
 import jax
 import jax.numpy as jnp
 
-from jaxfn._compat import is_ref, zeros_of
+from jaxfn._compat import zeros_of
 from jaxfn._context import ContextState
 from jaxfn._jaxpr import ArrayIdentity
 from jaxfn._mesh_types import match_tangent
 from jaxfn._observe import active_monitor
 from jaxfn._signature import InputNames, InputSpec
+from jaxfn._traces import is_ref
 from jaxfn._tree import (
     ARRAY_SPEC,
     ExpectedLeaf,

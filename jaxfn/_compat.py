@@ -63,11 +63,6 @@ __all__ = [
 register_exclusion(os.path.dirname(__file__) + os.sep)
 
 
-def is_ref(value: Any) -> bool:
-    """Whether an array leaf is a mutable reference, concrete or traced (0.10.0 to 0.12.0)."""
-    return isinstance(jax.typeof(value), AbstractRef)  # quicker than isinstance(value, jax.Ref)
-
-
 # Primitives
 
 

@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from operator import is_
 from pathlib import Path
 from types import TracebackType
-from typing import Any, TypeVar, cast
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -25,8 +25,6 @@ import numpy as np
 
 from jaxfn._signature import InputNames, fits
 from jaxfn._tree import is_jax_type
-
-_T = TypeVar("_T")
 
 # Each ends with the separator, so that a sibling such as jaxfn2 or jax_kernels does not count.
 _FOLDERS = tuple(str(Path(file).parent / "_")[:-1] for file in (__file__, jax.__file__, jaxlib.__file__, np.__file__))
@@ -45,20 +43,6 @@ NEEDS_VALUES = (
     jax.errors.NonConcreteBooleanIndexError,
 )
 """The errors of code that needs the values of a traced array."""
-
-
-def hiding_own_frames(function: Callable[..., _T]) -> Callable[..., _T]:
-    """Returns a function that hides jaxfn's own frames in the tracebacks of its errors."""
-
-    def call(*args: Any) -> _T:
-        try:
-            return function(*args)
-        except Exception as error:
-            hide_own_frames(error)
-            raise
-
-    call.__name__ = function.__name__
-    return call
 
 
 def hide_own_frames(error: Exception) -> None:

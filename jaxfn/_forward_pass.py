@@ -254,7 +254,8 @@ def run_forward(
             _check_python_numbers(spec, inputs, flags, returned.spec)
     saved, intermediates = _save(ctx, inputs, returned.originals, has_hooks)
     results = CallResults(list(returned.arrays), intermediates)
-    named = {(k, i): checkpoint_name_of(x) for k, part in enumerate(results) for i, x in enumerate(part)}
+    traced = [(k, i, x) for k, part in enumerate(results) for i, x in enumerate(part) if is_traced(x)]
+    named = {(k, i): checkpoint_name_of(x) for k, i, x in traced}
     forward_pass = ForwardPass(
         spec,
         flags,

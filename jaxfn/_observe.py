@@ -13,9 +13,9 @@ from typing import Any, NamedTuple, TypeVar
 
 import jax
 
-from jaxfn._compat import VmapAxis, is_ref, make_primitive, record_source_lines
+from jaxfn._compat import VmapAxis, make_primitive, record_source_lines
 from jaxfn._jaxpr import identity_primitives
-from jaxfn._traces import staging_traces
+from jaxfn._traces import is_ref, staging_traces
 from jaxfn._tree import TreeSpec, as_array, is_array_leaf, is_jax_type, is_traced, leaves_with_path, replace_at
 
 _Results = TypeVar("_Results")

@@ -32,7 +32,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass
 from itertools import compress
 from operator import or_
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import numpy as np
@@ -40,7 +40,7 @@ from jax.core import eval_jaxpr
 from jax.custom_derivatives import CustomVJPPrimal, SymbolicZero
 
 from jaxfn._compat import shape_struct, zeros_of
-from jaxfn._diagnostics import NEEDS_VALUES, hiding_own_frames
+from jaxfn._diagnostics import NEEDS_VALUES, hide_own_frames
 from jaxfn._forward_pass import (
     CallArrays,
     CallResults,
@@ -65,6 +65,8 @@ from jaxfn._traces import (
     may_be_differentiated,
 )
 from jaxfn._tree import as_array, is_inexact, is_traced, replace_at
+
+_T = TypeVar("_T")
 
 
 @jax.tree_util.register_static
@@ -247,6 +249,20 @@ def call_without_rule(spec: CallSpec, arrays: Sequence[Any]) -> Any:
 # Rules
 
 
+def _hiding_own_frames(function: Callable[..., _T]) -> Callable[..., _T]:
+    """Returns a function that hides jaxfn's own frames in the tracebacks of its errors."""
+
+    def call(*args: Any) -> _T:
+        try:
+            return function(*args)
+        except Exception as error:
+            hide_own_frames(error)
+            raise
+
+    call.__name__ = function.__name__
+    return call
+
+
 def _differentiate(call: _Call, arrays: CallArrays, perturbed: CallArrays) -> tuple[_Taken, CallResults, list[Any]]:
     """Calls again, for a derivative; returns the derivative, the results, and the residuals as a flat list."""
     spec = call.spec
@@ -292,7 +308,7 @@ def _differentiate(call: _Call, arrays: CallArrays, perturbed: CallArrays) -> tu
 _RESIDUALS_ROUNDED_TO = 16
 
 
-@hiding_own_frames
+@_hiding_own_frames
 def _fwd(call: _Call, primals: CallArrays) -> tuple[CallResults, list[Any]]:
     arrays, perturbed = (
         CallArrays(*([get(x) for x in part] for part in primals)) for get in (_value_of, _is_perturbed)
@@ -326,7 +342,7 @@ def _is_perturbed(primal: CustomVJPPrimal) -> bool:
     return primal.perturbed
 
 
-@hiding_own_frames
+@_hiding_own_frames
 def _bwd(flat: list[Any], results: CallResults) -> tuple[None, CallArrays]:
     call, *leaves = flat
     if isinstance(call, _Staged):
@@ -393,7 +409,7 @@ def _without_zero(vector: Any) -> Any:
     return None if isinstance(vector, SymbolicZero) or vector.dtype == jax.float0 else vector
 
 
-@hiding_own_frames
+@_hiding_own_frames
 def _jvp(primals: tuple[_Call, CallArrays], tangents: tuple[Any, CallArrays]) -> tuple[CallResults, CallResults]:
     call, arrays = primals
     known = CallArrays(*(list(map(_without_zero, part)) for part in tangents[1]))

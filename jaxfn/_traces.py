@@ -16,6 +16,7 @@ import numpy as np
 from jax.core import Tracer
 from jax.extend.core import Var, find_top_trace
 from jax.interpreters import partial_eval
+from jax.ref import AbstractRef
 
 
 @lru_cache
@@ -46,6 +47,11 @@ def innermost(array: Any) -> Any:
 def is_concrete(array: Any) -> bool:
     """Whether an array has values under the tracers of derivatives and vmaps."""
     return not isinstance(innermost(array), (Tracer, jax.ShapeDtypeStruct))
+
+
+def is_ref(value: Any) -> bool:
+    """Whether an array leaf is a mutable reference, concrete or traced."""
+    return isinstance(jax.typeof(value), AbstractRef)  # quicker than isinstance(value, jax.Ref)
 
 
 def may_be_differentiated(array: Any) -> bool:

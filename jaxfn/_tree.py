@@ -23,7 +23,7 @@ import numpy as np
 from jax.core import ShapedArray, Tracer
 from jax.tree_util import keystr, tree_flatten, tree_flatten_with_path, tree_leaves, tree_unflatten
 
-from jaxfn._compat import is_ref
+from jaxfn._traces import is_ref
 
 # NumPy arrays of these kinds (objects, text, dates) cannot be JAX arrays, so they are static.
 _STATIC_KINDS = frozenset("OSUMm")

@@ -14,8 +14,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.tree_util import keystr, tree_flatten_with_path, tree_unflatten
 
-from jaxfn._compat import is_ref
 from jaxfn._function import show_signature
+from jaxfn._traces import is_ref
 from jaxfn._tree import double, is_array_leaf, is_inexact, is_none
 
 # A function of arrays that returns a list of arrays.

@@ -15,7 +15,6 @@ import numpy as np
 import torch
 from torch.utils import _pytree as torch_tree
 
-from jaxfn._compat import is_ref
 from jaxfn._context import FunctionCtx, ctx_state
 from jaxfn._function import Function, describe_rules
 from jaxfn._methods import UserMethods
@@ -32,6 +31,7 @@ from jaxfn._torch.values.arrays import jax_dtype, torch_dtype
 from jaxfn._torch.values.errors import DataDependentError, EscapedTensorError, TranslationError
 from jaxfn._torch.values.flatten import FlatTensors, Slot, flatten_tensors, slots, unflatten_tensors
 from jaxfn._torch.values.trace_cache import LRUCache
+from jaxfn._traces import is_ref
 from jaxfn._tree import as_array, is_array_leaf, is_none
 
 # The number of traces of `forward`, and of `vmap`, that are cached for each Function.
