@@ -149,12 +149,10 @@ class EscapedConstants:
         self._before = len(self._constants)
 
     def found(self) -> bool:
-        """Whether a tracer is among them that cannot be used here: of a trace that has ended, or of a derivative.
-
-        To JAX it is a constant, without a derivative, until it is compiled.
-        """
-        new = list(self._constants.values())[self._before :] if len(self._constants) > self._before else []
-        return any(has_ended(x) or any(kind == "derivative" for kind, _ in layers(x)) for x in new)
+        """Whether a tracer of a trace that has ended is among them. To JAX it is a constant until it is compiled."""
+        if len(self._constants) == self._before:
+            return False
+        return any(map(has_ended, list(self._constants.values())[self._before :]))
 
 
 def has_ended(array: Any) -> bool:
