@@ -458,7 +458,7 @@ def _traces_of(arrays: CallArrays) -> list[Any]:
 def _captured_error(call: _Call) -> DeferredError:
     """Returns the error for a derivative with respect to what `forward` captured."""
     where, inputs = "its closure or its defaults", call.spec.inputs
-    for index, tree in enumerate(inputs.trees if not call.num_forward_tracers else ()):
+    for index, tree in enumerate(() if call.spec.methods.forward_captures() else inputs.trees):
         for leaf in tree.objects:
             where = f"{inputs.names.describe(index)}, inside an object of type {type(leaf).__name__}"
     return DeferredError(NotImplementedError, _CAPTURED.format(name=call.spec.name, where=where))

@@ -100,18 +100,13 @@ DERIVATIVES: dict[str, Callable[..., Any]] = {
 @cells(
     "solver,derivative,rules,program",
     [
-        ("gmres", "jvp", "both", "eager"),
-        ("gmres", "grad", "both", "scan"),
-        ("gmres", "grad of grad", "generated", "jit"),
-        ("gmres batched", "grad of vmap", "jvp", "jit"),
-        ("bicgstab", "grad", "generated", "jit"),
         ("cg", "value", "jvp", "jit"),
+        ("cg", "jvp", "both", "eager"),
+        ("cg", "grad of vmap", "generated", "jit"),
         ("cg", "vmap of grad", "both", "jit"),
-        ("custom_linear_solve", "grad", "jvp", "checkpoint"),
-        ("custom_linear_solve", "grad of vmap", "both", "jit"),
     ],
 )
-def test_solvers_through_a_function_with_forward_mode(solver, derivative, rules, program):
+def test_a_solver_that_transposes_nothing(solver, derivative, rules, program):
     f = CONTEXTS[program](solved(solver, matvec(rules)))
     got = CONTEXTS["eager" if program == "eager" else "jit"](lambda: DERIVATIVES[derivative](f))()
     close(got, DERIVATIVES[derivative](plain_solution(solver)), 5e-3)
@@ -143,12 +138,12 @@ def test_solvers_through_a_tangent_follow_the_rule(solver, derivative, rules):
     ],
 )
 def test_errors_of_solvers_are_those_of_jax(solver, derivative, program):
-    for rules, where, message in [("backward", "here", "custom_vjp"), ("both", "host", "callbacks do not support")]:
+    for rules, where in [("backward", "here"), ("both", "host")]:
         derived = CONTEXTS[program](lambda: DERIVATIVES[derivative](solved(solver, matvec(rules, where))))
         if (solver, rules) == ("cg", "both"):
             close(derived(), DERIVATIVES[derivative](plain_solution(solver)), 5e-3)
             continue
-        with pytest.raises((NotImplementedError, TypeError, ValueError), match=message):
+        with pytest.raises((NotImplementedError, TypeError), match="custom_vjp"):
             derived()
 
 

@@ -223,10 +223,6 @@ def test_nothing_differentiates_a_forward_that_cannot_be():
     np.testing.assert_allclose(jax.vmap(nth(opaque, 2))(jnp.full(3, 0.3)), np.full(3, -np.sin(0.3)), rtol=1e-5)
 
 
-def _mean_over_i(x):
-    return jax.lax.pmean(jnp.sin(x), "i")
-
-
 @jax.jit
 def _sine_that_calls_back(x):
     jax.debug.callback(lambda value: None, x)
@@ -242,18 +238,6 @@ def _sine_by_reference(x):
 def _saving(intermediate):
     """cos(x), whose rule is by an intermediate that operations with effects computed."""
     return saving(jnp.cos, lambda x, y: intermediate(x))
-
-
-@row("D3")
-def test_an_intermediate_that_a_collective_computed():
-    xs = jnp.array([0.7, 0.9, 1.1])
-
-    def loss(gradient):
-        return lambda x: (jax.vmap(gradient, axis_name="i")(x) ** 2).sum()
-
-    expected = jax.grad(loss(_mean_over_i))(xs)
-    np.testing.assert_allclose(jax.grad(loss(jax.grad(_saving(_mean_over_i))))(xs), expected, rtol=1e-5)
-    np.testing.assert_allclose(jax.jit(jax.grad(loss(jax.grad(_saving(_mean_over_i)))))(xs), expected, rtol=1e-5)
 
 
 @row("D3")

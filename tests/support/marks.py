@@ -42,7 +42,6 @@ CACHES_TRACES = pytest.mark.xfail(
     EXPERIMENTAL, reason="JAX_CUSTOM_VJP3 caches traces, and what they hold, until its caches are full or cleared"
 )
 TRACES_ALWAYS = pytest.mark.xfail(EXPERIMENTAL, reason="JAX_CUSTOM_VJP3 traces a custom_vjp of concrete values too")
-NO_REMAT_TRANSPOSE = pytest.mark.xfail(EXPERIMENTAL, reason="JAX_REMAT3 cannot transpose jax.checkpoint alone yet")
 HIGH_PRIMITIVES = pytest.mark.xfail(
     EXPERIMENTAL, reason="JAX_CUSTOM_VJP3 and JAX_CUSTOM_JVP3 stage a call_hi_primitive, whose params are not public"
 )
