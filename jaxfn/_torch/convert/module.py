@@ -54,7 +54,7 @@ class ConvertedModule:
       torch_module: The module itself.
     """
 
-    __slots__ = ("_callable", "_converted_by_mode", "_modes", "_warned", "torch_module")
+    __slots__ = ("__weakref__", "_callable", "_converted_by_mode", "_modes", "_warned", "torch_module")
 
     torch_module: torch.nn.Module
 
