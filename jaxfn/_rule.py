@@ -321,8 +321,8 @@ def _fwd(call: _Call, primals: CallArrays) -> tuple[CallResults, list[Any]]:
     index = next(i for i, other in enumerate(call.derivatives, 1) if other is taken)  # other threads append too
     if taken.derivative.forward_pass.reads_flags:  # with other flags it may save more or fewer arrays
         leaves += [np.zeros(0, np.float32)] * (-len(leaves) % _RESIDUALS_ROUNDED_TO)
-    # Alone in a `shard_map`, an array without elements would lack a sharding.
-    token = np.zeros((index, 1 if manual_axes_here() and not leaves else 0), np.float32)
+    # In `shard_map` an array without elements may lack a sharding.
+    token = np.zeros((index, 1 if manual_axes_here() else 0), np.float32)
     return results, [_Staged(call), token, *leaves]
 
 

@@ -243,6 +243,10 @@ FIRST_PAIRS, OTHER_PAIRS = ((1, 0), (2, 1), (0, -1)), ((2, -1), (-1, 0))
     ids=str,
 )
 def test_axes_inside_and_outside_other_transformations(name, mode, save, inside, outside, pairs):
+    if jax.__version_info__ < (0, 11) and mode != "reverse" and "scan" in (inside, outside):
+        with pytest.raises(TypeError, match="forward-mode"):  # JAX forgets a custom_jvp there (row D7)
+            check(name, mode, save, inside, outside, pairs)
+        return
     check(name, mode, save, inside, outside, pairs)
 
 
