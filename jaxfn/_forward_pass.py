@@ -108,11 +108,6 @@ class SavedSpec(NamedTuple):
     sources: list[ResidualSource]
     order: list[int]
 
-    @property
-    def num_intermediates(self) -> int:
-        """The number of saved arrays that are neither inputs nor outputs."""
-        return len({source.idx for source in self.sources if source.kind == "intermediate"})
-
     def unflatten(self, residuals: Sequence[Any]) -> list[Any]:
         """Returns the values that have these residuals."""
         arrays = iter([residuals[i] for i in self.order])
