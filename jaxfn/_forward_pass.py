@@ -27,7 +27,7 @@ from jaxfn._mesh_types import match_cotangents
 from jaxfn._methods import UserMethods
 from jaxfn._observe import OBSERVATION, Label, Observation, emit_logs, label_arrays, label_present, leaf_names
 from jaxfn._signature import InputSpec
-from jaxfn._traces import EscapedConstants, has_ended, is_mapped, manual_axes_here
+from jaxfn._traces import NewConstants, has_ended, is_mapped, manual_axes_here
 from jaxfn._tree import ARRAY_SPEC, TreeSpec, as_array, flatten_saved, is_inexact, is_traced
 from jaxfn._vmap_method import forward_with_vmap
 
@@ -388,7 +388,7 @@ class Differentiation:
         vectors: Sequence[Any],
     ) -> list[jax.Array | None]:
         """Calls `backward` or `jvp`; raises if it uses an array of a trace that has ended."""
-        escaped = EscapedConstants()
+        constants = NewConstants()
         methods = self.forward_pass.spec.methods
         try:
             if OBSERVATION.value in (Observation.RESIDUALS, Observation.VALUES):
@@ -397,7 +397,7 @@ class Differentiation:
                 results = rule(residuals, vectors)
         except jax.errors.UnexpectedTracerError as error:
             raise methods.escaped_tracer_error(method) from error
-        if escaped.found() or any(map(has_ended, results)):
+        if constants.any(has_ended) or any(map(has_ended, results)):
             raise methods.escaped_tracer_error(method)
         return results
 

@@ -58,7 +58,9 @@ from jaxfn._linearity import describe_nonlinearity, is_linear
 from jaxfn._methods import UserMethods
 from jaxfn._primitives import DeferredError, ErrorMap, LinearMap, bind_linear_map, guard, tie
 from jaxfn._traces import (
-    EscapedConstants,
+    NewConstants,
+    has_ended,
+    is_differentiated,
     is_in_scope,
     is_staged,
     manual_axes_here,
@@ -142,9 +144,10 @@ class _Call:
         return jax.tree.unflatten(jax.tree.structure(shape), list(map(as_array, leaves)))
 
     def _run(self, arrays: CallArrays) -> CallResults:
-        escaped = EscapedConstants()
+        constants = NewConstants()
         forward_pass, results = self._forward(arrays)
-        if escaped.found():
+        # A `custom_jvp` ignores the tangent of a constant.
+        if constants.any(has_ended) or constants.any(is_differentiated):
             raise self.spec.methods.escaped_tracer_error("forward")
         self.passes.append(forward_pass)
         operands = [*arrays.inputs, *arrays.captured]

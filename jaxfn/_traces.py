@@ -67,6 +67,11 @@ def is_staged(array: Any) -> bool:
     return _kind(type(innermost(array))) == "jaxpr"
 
 
+def is_differentiated(array: Any) -> bool:
+    """Whether an array has a tangent here."""
+    return any(kind == "derivative" for kind, _ in layers(array))
+
+
 def is_mapped(array: Any) -> bool:
     """Whether an array is batched by `jax.vmap` here."""
     return any(kind == "vmap" for kind, _ in layers(array))
@@ -140,7 +145,7 @@ def producer(array: Any) -> tuple[Any, int] | None:
     return None if eqn is None else (eqn, eqn.outvars.index(array.val))
 
 
-class EscapedConstants:
+class NewConstants:
     """The constants that the jaxpr being traced gets from now on."""
 
     def __init__(self) -> None:
@@ -148,15 +153,17 @@ class EscapedConstants:
         self._constants = traces[0].frame.constvar_to_val if traces else {}
         self._before = len(self._constants)
 
-    def found(self) -> bool:
-        """Whether a tracer of a trace that has ended is among them. To JAX it is a constant until it is compiled."""
-        if len(self._constants) == self._before:
-            return False
-        return any(map(has_ended, list(self._constants.values())[self._before :]))
+    def any(self, condition: Callable[[Any], bool]) -> bool:
+        """Whether a condition holds for one of them."""
+        is_new = len(self._constants) > self._before
+        return is_new and any(map(condition, list(self._constants.values())[self._before :]))
 
 
 def has_ended(array: Any) -> bool:
-    """Whether the trace of a staged array has surely ended: JAX then forgets its eqns, that of the array among them."""
+    """Whether the trace of a staged array has surely ended: JAX then forgets its eqns, that of the array among them.
+
+    In another jaxpr such an array is a constant, until that is compiled.
+    """
     array = innermost(array)
     is_computed = _kind(type(array)) == "jaxpr" and array.parent is not None
     return is_computed and not array._trace.frame.tracing_eqns
