@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import jax
@@ -181,9 +182,9 @@ class ForwardPass(NamedTuple):
             results[part][index] = checkpoint_name(results[part][index], name)
         return results
 
-    def residuals(self, inputs: Sequence[Any], results: CallResults) -> list[Any]:
+    def residuals(self, inputs: Sequence[Any], outputs: Sequence[Any], intermediates: Sequence[Any]) -> list[Any]:
         """Returns the array of each residual."""
-        found = {"input": inputs, "output": results.outputs, "intermediate": results.intermediates}
+        found = {"input": inputs, "output": outputs, "intermediate": intermediates}
         return [found[source.kind][source.idx] for source in self.saved.sources]
 
     def output_names(self) -> list[str]:
@@ -204,13 +205,6 @@ class ForwardPass(NamedTuple):
         )
 
 
-class CallArrays(NamedTuple):
-    """The arrays of a call, or something for each of them: the array leaves of the inputs, and captured tracers."""
-
-    inputs: list[Any]
-    captured: list[Any]
-
-
 class CallResults(NamedTuple):
     """The arrays that a call returns: the array leaves of the outputs, and saved arrays that are not among those."""
 
@@ -220,7 +214,7 @@ class CallResults(NamedTuple):
 
 def run_forward(
     spec: CallSpec,
-    arrays: CallArrays,
+    arrays: Sequence[Any],
     tracers: Sequence[Any],
     flags: tuple[bool, ...],
     has_hooks: bool = False,
@@ -230,20 +224,20 @@ def run_forward(
 
     Args:
       spec: The call.
-      arrays: Its arrays.
-      tracers: The captured tracers that `arrays.captured` are the present values of.
+      arrays: Its arrays: the array leaves of the inputs, then the present values of captured tracers.
+      tracers: The captured tracers.
       flags: The `ctx.needs_input_grad` of each array leaf.
       has_hooks: Whether saved-tensor hooks are active.
       use_vmap: Whether `jax.vmap` calls the user's `vmap`.
     """
-    inputs = list(map(as_array, arrays.inputs))
+    inputs, captured = list(map(as_array, arrays[: len(flags)])), arrays[len(flags) :]
     if len(set(map(id, inputs))) < len(inputs):  # what is saved is recognized by identity
         inputs = [x if is_traced(x) else x.copy() for x in inputs]
     names = input_names(spec) if OBSERVATION.value is Observation.VALUES else []
     if names:
         inputs = label_present(inputs, spec.name, "forward", "input", names)
     with spec.scope("forward"), record_source_lines() if names else nullcontext():
-        bound = spec.with_captured(tracers, arrays.captured)
+        bound = spec.with_captured(tracers, captured)
         state, ctx, returned = call_forward(bound, inputs, flags, use_vmap)
         if any(flags):
             _check_python_numbers(spec, inputs, flags, returned.spec)
@@ -279,8 +273,9 @@ class Residuals(NamedTuple):
     inputs: list[Any]
 
 
+@dataclass(eq=False)
 class Differentiation:
-    """One differentiation of a forward pass, without its arrays: what `backward` and `jvp` need except `Residuals`.
+    """One differentiation of a forward pass, without its arrays: what `backward` and `jvp` need except the residuals.
 
     Attributes:
       forward_pass: The forward pass.
@@ -288,32 +283,26 @@ class Differentiation:
       flags: The `ctx.needs_input_grad` of `backward`, for each array leaf of the inputs.
       perturbed: The indices of the array leaves by which this differentiation is.
       packed: The static part of packed residuals, under hooks.
+      treedef: The treedef of the residuals, which are `Residuals`. The arrays may be followed by others.
     """
 
-    def __init__(
-        self,
-        forward_pass: ForwardPass,
-        tracers: Sequence[Any],
-        flags: tuple[bool, ...],
-        perturbed: list[int],
-        packed: PackedResiduals | None,
-    ) -> None:
-        self.forward_pass = forward_pass
-        self.tracers = tracers
-        self.flags = flags
-        self.perturbed = perturbed
-        self.packed = packed
+    forward_pass: ForwardPass
+    tracers: Sequence[Any]
+    flags: tuple[bool, ...]
+    perturbed: list[int]
+    packed: PackedResiduals | None
+    treedef: Any
 
     @property
     def avals(self) -> list[Any]:
         """The types of the tangents of the differentiable outputs."""
         return [self.forward_pass.output_avals[i].to_tangent_aval() for i in self.forward_pass.differentiable]
 
-    def backward(self, residuals: Residuals, cotangents: Sequence[Any]) -> list[jax.Array | None]:
+    def backward(self, residuals: Sequence[Any], cotangents: Sequence[Any]) -> list[jax.Array | None]:
         """Calls the user's `backward`.
 
         Args:
-          residuals: The residuals.
+          residuals: The arrays of the residuals.
           cotangents: One for each array leaf of the outputs, `None` for zero.
 
         Returns:
@@ -338,11 +327,11 @@ class Differentiation:
                 raise
         return emit_logs(spec.name, "backward", state.logged, gradients) if state.logged else gradients
 
-    def jvp(self, residuals: Residuals, tangents: Sequence[jax.Array | None]) -> list[jax.Array | None]:
+    def jvp(self, residuals: Sequence[Any], tangents: Sequence[jax.Array | None]) -> list[jax.Array | None]:
         """Calls the user's `jvp`.
 
         Args:
-          residuals: The residuals.
+          residuals: The arrays of the residuals.
           tangents: One for each array leaf of the inputs, `None` for zero.
 
         Returns:
@@ -384,17 +373,18 @@ class Differentiation:
         self,
         rule: Callable[[Residuals, Sequence[Any]], list[Any]],
         method: str,
-        residuals: Residuals,
+        residuals: Sequence[Any],
         vectors: Sequence[Any],
     ) -> list[jax.Array | None]:
         """Calls `backward` or `jvp`; raises if it uses an array of a trace that has ended."""
         constants = NewConstants()
         methods = self.forward_pass.spec.methods
+        restored = jax.tree.unflatten(self.treedef, residuals[: self.treedef.num_leaves])
         try:
             if OBSERVATION.value in (Observation.RESIDUALS, Observation.VALUES):
-                results = self._call_observed(rule, method, residuals, vectors)
+                results = self._call_observed(rule, method, restored, vectors)
             else:
-                results = rule(residuals, vectors)
+                results = rule(restored, vectors)
         except jax.errors.UnexpectedTracerError as error:
             raise methods.escaped_tracer_error(method) from error
         if constants.any(has_ended) or any(map(has_ended, results)):

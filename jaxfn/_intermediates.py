@@ -12,7 +12,7 @@ from jax.core import Tracer, eval_jaxpr
 
 from jaxfn._compat import dce_jaxpr, zeros_of
 from jaxfn._diagnostics import NEEDS_VALUES
-from jaxfn._forward_pass import CallArrays, ForwardPass, run_forward
+from jaxfn._forward_pass import ForwardPass, run_forward
 from jaxfn._jaxpr import same_program
 from jaxfn._observe import active_monitor
 from jaxfn._primitives import LinearMap
@@ -87,7 +87,7 @@ class Intermediates(LinearMap):
           residuals: The arrays.
           cotangents: One for each intermediate, `None` for zero.
         """
-        restored = jax.tree.unflatten(self._treedef, residuals)
+        restored = jax.tree.unflatten(self._treedef, residuals[: self._treedef.num_leaves])
         zeros: list[Any] = [None] * (len(restored.inputs) + len(restored.captured))
         return replace_at(self._perturbed, zeros, self.transpose(residuals, [cotangents[i] for i in self.indices]))
 
@@ -97,17 +97,16 @@ class Intermediates(LinearMap):
             raise NotImplementedError(_UNKNOWN.format(name=self._forward_pass.spec.name))
         if self._forward_pass.spec.inputs.has_refs:
             raise NotImplementedError(_WITH_REFS.format(name=self._forward_pass.spec.name))
-        restored = jax.tree.unflatten(self._treedef, residuals)
-        arrays, num_inputs = [*restored.inputs, *restored.captured], len(restored.inputs)
-        compute = self._stage(CallArrays(restored.inputs, restored.captured))
+        restored = jax.tree.unflatten(self._treedef, residuals[: self._treedef.num_leaves])
+        arrays = [*restored.inputs, *restored.captured]
+        compute = self._stage(arrays)
 
         def function(*values: Any) -> list[Any]:
-            new = replace_at(self._perturbed, arrays, values)
-            return compute(CallArrays(new[:num_inputs], new[num_inputs:]))
+            return compute(replace_at(self._perturbed, arrays, values))
 
         return function, [arrays[i] for i in self._perturbed]
 
-    def _stage(self, arrays: CallArrays) -> Callable[[CallArrays], list[Any]]:
+    def _stage(self, arrays: Sequence[Any]) -> Callable[[Sequence[Any]], list[Any]]:
         """Returns what computes the intermediates again. Runs `forward` twice, and raises if the runs differ."""
         try:
             jaxpr, other = (jax.make_jaxpr(partial(self._run))(arrays) for _ in range(2))  # JAX caches one function
@@ -122,9 +121,9 @@ class Intermediates(LinearMap):
         if not same_program(jaxpr, other):
             raise self._changed()
         needed, consts = dce_jaxpr(jaxpr.jaxpr, [True] * len(jaxpr.jaxpr.outvars)), jaxpr.consts
-        return lambda arrays: list(map(as_array, eval_jaxpr(needed, consts, *jax.tree.leaves(arrays))))
+        return lambda arrays: list(map(as_array, eval_jaxpr(needed, consts, *arrays)))
 
-    def _run(self, arrays: CallArrays) -> list[Any]:
+    def _run(self, arrays: Sequence[Any]) -> list[Any]:
         """Runs `forward`; returns its saved intermediates that have a derivative."""
         spec, flags, sources = self._forward_pass.spec, self._forward_pass.seen_flags, self._forward_pass.saved.sources
         has_hooks = any(source.is_packed for source in sources)

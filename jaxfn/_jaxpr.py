@@ -256,8 +256,9 @@ def needed_eqns(jaxpr: Any, outputs: Sequence[Any]) -> tuple[list[Any], set[Any]
     needed = set(filter(is_variable, outputs))
     eqns: list[Any] = []
     for eqn in reversed(jaxpr.eqns):
-        touches_ref = any(is_variable(v) and v in needed and isinstance(v.aval, AbstractRef) for v in eqn.invars)
-        if touches_ref or not needed.isdisjoint(eqn.outvars):
+        if not needed.isdisjoint(eqn.outvars) or any(
+            is_variable(v) and v in needed and isinstance(v.aval, AbstractRef) for v in eqn.invars
+        ):
             eqns.append(eqn)
             needed |= {v for v in (eqn.invars[i] for i in _needed_operands(eqn)) if is_variable(v)}
     return eqns[::-1], needed

@@ -29,7 +29,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import compress
 from operator import or_
 from typing import Any, NamedTuple, TypeVar
@@ -42,7 +42,6 @@ from jax.custom_derivatives import CustomVJPPrimal, SymbolicZero
 from jaxfn._compat import shape_struct, zeros_of
 from jaxfn._diagnostics import NEEDS_VALUES, hide_own_frames
 from jaxfn._forward_pass import (
-    CallArrays,
     CallResults,
     CallSpec,
     Differentiation,
@@ -72,6 +71,7 @@ _T = TypeVar("_T")
 
 
 @jax.tree_util.register_static
+@dataclass(eq=False)
 class _Call:
     """One call, without its arrays: the static argument of the custom derivative. Compared by identity.
 
@@ -83,37 +83,27 @@ class _Call:
       flags: The `ctx.needs_input_grad` of `forward`, for each array leaf.
       order: The number of derivatives that this call is for.
       passes: The runs of `forward` for this call.
-      derivatives: Those that were taken of it, with the treedef of the residuals of each.
+      derivatives: Those that were taken of it.
     """
 
-    def __init__(
-        self,
-        spec: CallSpec,
-        tracers: Sequence[Any],
-        num_forward_tracers: int,
-        hooks: Hooks | None,
-        flags: tuple[bool, ...],
-        order: int = 0,
-    ) -> None:
-        self.spec = spec
-        self.tracers = tracers
-        self.num_forward_tracers = num_forward_tracers
-        self.hooks = hooks
-        self.flags = flags
-        self.order = order
-        self.passes: list[ForwardPass] = []
-        self.derivatives: list[_Taken] = []
+    spec: CallSpec
+    tracers: Sequence[Any]
+    num_forward_tracers: int
+    hooks: Hooks | None
+    flags: tuple[bool, ...]
+    order: int = 0
+    passes: list[ForwardPass] = field(default_factory=list[ForwardPass])
+    derivatives: list[_Taken] = field(default_factory=list["_Taken"])
 
     def again(self, flags: Sequence[bool]) -> _Call:
         """Returns the call that `fwd` makes, for a further derivative."""
         union = tuple(map(or_, self.flags, flags))
         return _Call(self.spec, self.tracers, self.num_forward_tracers, self.hooks, union, self.order + 1)
 
-    def bind(self, arrays: CallArrays) -> CallResults:
+    def bind(self, arrays: Sequence[Any]) -> CallResults:
         """Returns the results of the call, with its derivative."""
-        operands = [*arrays.inputs, *arrays.captured]
         # An eager `shard_map` takes no `custom_vjp` with symbolic zeros. It is the innermost transformation.
-        if not any(map(is_traced, operands)) or (manual_axes_here() and not any(map(may_be_differentiated, operands))):
+        if not any(map(is_traced, arrays)) or (manual_axes_here() and not any(map(may_be_differentiated, arrays))):
             return self.run(arrays)
         methods = self.spec.methods
         try:
@@ -128,44 +118,42 @@ class _Call:
                 _captured_error(self).throw()
             raise
 
-    def run(self, arrays: CallArrays) -> CallResults:
+    def run(self, arrays: Sequence[Any]) -> CallResults:
         """Runs `forward`.
 
         For derivatives of order two and above it runs in a separate trace: an array that it stores outside ctx would be
         a constant to the outer derivative. As a tracer of a trace that has ended it raises.
         """
-        if self.order < 2 or any(map(is_staged, (*arrays.inputs, *arrays.captured))):
+        if self.order < 2 or any(map(is_staged, arrays)):
             return self._run(arrays)
         try:
             jaxpr, shape = jax.make_jaxpr(self._run, return_shape=True)(arrays)
         except NEEDS_VALUES:
             return self._run(arrays)
-        leaves = eval_jaxpr(jaxpr.jaxpr, jaxpr.consts, *jax.tree.leaves(arrays))
+        leaves = eval_jaxpr(jaxpr.jaxpr, jaxpr.consts, *arrays)
         return jax.tree.unflatten(jax.tree.structure(shape), list(map(as_array, leaves)))
 
-    def _run(self, arrays: CallArrays) -> CallResults:
+    def _run(self, arrays: Sequence[Any]) -> CallResults:
         constants = NewConstants()
         forward_pass, results = self._forward(arrays)
         # A `custom_jvp` ignores the tangent of a constant.
         if constants.any(has_ended) or constants.any(is_differentiated):
             raise self.spec.methods.escaped_tracer_error("forward")
         self.passes.append(forward_pass)
-        operands = [*arrays.inputs, *arrays.captured]
-        if any(map(is_traced, operands)) and not self.spec.inputs.has_refs:
-            unmarked = [i for i in range(len(results.outputs)) if i not in forward_pass.outputs.non_differentiable]
-            for i, x in zip(unmarked, tie([results.outputs[i] for i in unmarked], operands), strict=True):
-                results.outputs[i] = x
-            if self.order:  # their cotangents too are those of each element
-                results = results._replace(intermediates=tie(results.intermediates, operands))
-        return results if self.order else results._replace(intermediates=[])
+        outputs, intermediates = results.outputs, results.intermediates if self.order else []
+        if any(map(is_traced, arrays)) and not self.spec.inputs.has_refs:
+            unmarked = [i for i in range(len(outputs)) if i not in forward_pass.outputs.non_differentiable]
+            outputs = replace_at(unmarked, outputs, tie([outputs[i] for i in unmarked], arrays))
+            intermediates = tie(intermediates, arrays)  # their cotangents too are those of each element
+        return CallResults(outputs, intermediates)
 
-    def _forward(self, arrays: CallArrays) -> tuple[ForwardPass, CallResults]:
+    def _forward(self, arrays: Sequence[Any]) -> tuple[ForwardPass, CallResults]:
         return run_forward(self.spec, arrays, self.tracers, self.flags, self.hooks is not None)
 
-    def outputs_depend_on(self, arrays: CallArrays, captured: Sequence[bool]) -> bool:
+    def outputs_depend_on(self, arrays: Sequence[Any], captured: Sequence[bool]) -> bool:
         """Whether outputs depend on some of the captured tracers, or may do so."""
 
-        def outputs(arrays: CallArrays) -> list[Any]:
+        def outputs(arrays: Sequence[Any]) -> list[Any]:
             return self._forward(arrays)[1].outputs
 
         try:
@@ -173,14 +161,13 @@ class _Call:
         except NEEDS_VALUES:
             return True
         _, needed = needed_eqns(jaxpr, jaxpr.outvars)
-        return any(compress([v in needed for v in jaxpr.invars[len(arrays.inputs) :]], captured))
+        return any(compress([v in needed for v in jaxpr.invars[len(self.flags) :]], captured))
 
 
 class _Taken(NamedTuple):
-    """A derivative that was taken of a call, and the treedef of its residuals."""
+    """A derivative that was taken of a call."""
 
     derivative: Differentiation
-    treedef: Any
     intermediates: Intermediates | None
     captures_perturbed: bool  # whether `forward` captures a value by which it was taken
 
@@ -197,15 +184,15 @@ def _make_custom_derivative(methods: UserMethods, is_transposed: bool) -> Callab
     0.12.0). So the body is a `custom_vjp`, except where JAX has to transpose it.
     """
 
-    def function(call: _Call, arrays: CallArrays) -> CallResults:
+    def function(call: _Call, arrays: Sequence[Any]) -> CallResults:
         return call.run(arrays)
 
-    def function_with_vjp(call: _Call, arrays: CallArrays) -> CallResults:
+    def function_with_vjp(call: _Call, arrays: Sequence[Any]) -> CallResults:
         return custom_vjp(call, arrays)
 
     for f in (function, function_with_vjp):  # for jaxprs and JAX's messages
         f.__name__ = f.__qualname__ = methods.name
-        vars(f)["__signature__"] = inspect.signature(f)
+        vars(f)["__signature__"] = _ANY_ARGUMENTS
         methods.show_source(f)
     custom_vjp = jax.custom_vjp(function)
     custom_vjp.defvjp(_fwd, _bwd, symbolic_zeros=True)
@@ -215,6 +202,9 @@ def _make_custom_derivative(methods: UserMethods, is_transposed: bool) -> Callab
     custom_jvp.defjvp(_jvp, symbolic_zeros=True)
     return custom_jvp
 
+
+# JAX binds the signature of each function eight times for a call; this one binds quickly.
+_ANY_ARGUMENTS = inspect.signature(lambda *args: None)
 
 _NO_FORWARD_MODE = "forward-mode"  # in JAX's message for `jax.custom_vjp`
 
@@ -226,7 +216,7 @@ def call_with_rule(spec: CallSpec, arrays: Sequence[Any], hooks: Hooks | None) -
     """Calls `forward` on arrays of which some are traced; returns its outputs with the Function's rule."""
     tracers, num_forward_tracers = spec.captured()
     call = _Call(spec, tracers, num_forward_tracers, hooks, spec.inputs.unperturbed)
-    outputs = call.bind(CallArrays(list(arrays), list(tracers))).outputs
+    outputs = call.bind([*arrays, *tracers]).outputs
     forward_pass = call.passes[-1]
     return forward_pass.outputs.unflatten(forward_pass.outputs.stop_marked(outputs))
 
@@ -263,61 +253,62 @@ def _hiding_own_frames(function: Callable[..., _T]) -> Callable[..., _T]:
             raise
 
     call.__name__ = function.__name__
+    vars(call)["__signature__"] = _ANY_ARGUMENTS
     return call
 
 
-def _differentiate(call: _Call, arrays: CallArrays, perturbed: CallArrays) -> tuple[_Taken, CallResults, list[Any]]:
+def _differentiate(
+    call: _Call, arrays: Sequence[Any], perturbed: Sequence[bool]
+) -> tuple[_Taken, CallResults, list[Any]]:
     """Calls again, for a derivative; returns the derivative, the results, and the residuals as a flat list."""
-    spec = call.spec
-    arrays = CallArrays(*(list(map(as_array, part)) for part in arrays))  # JAX passes its own scalar types
-    spec.check_no_perturbed_refs(perturbed.inputs)
-    flags = tuple(p and is_inexact(x.dtype) for x, p in zip(arrays.inputs, perturbed.inputs, strict=True))
+    spec, num_inputs = call.spec, len(call.flags)
+    arrays = list(map(as_array, arrays))  # JAX passes its own scalar types
+    spec.check_no_perturbed_refs(perturbed[:num_inputs])
+    moving = [p and is_inexact(x.dtype) for x, p in zip(arrays, perturbed, strict=True)]
+    inputs, captured, flags = arrays[:num_inputs], arrays[num_inputs:], tuple(moving[:num_inputs])
     again = call.again(flags)
     results = again.bind(arrays)
-    results = CallResults(*(list(map(as_array, part)) for part in results))
+    results = CallResults(list(map(as_array, results.outputs)), list(map(as_array, results.intermediates)))
     if not all(map(is_in_scope, (*results.outputs, *results.intermediates))):  # it found a tracer in a global, perhaps
         _captured_error(call).throw()
     forward_pass = again.passes[-1]
     results = forward_pass.name_results(results)
     if call.passes:
         forward_pass.check_returns_like(call.passes[0])
-    known = results._replace(outputs=forward_pass.outputs.stop_marked(results.outputs))
-    saved, packed = forward_pass.residuals(arrays.inputs, known), None
+    outputs = forward_pass.outputs.stop_marked(results.outputs)
+    saved, packed = forward_pass.residuals(inputs, outputs, results.intermediates), None
     if call.hooks is not None:
         with spec.scope("forward"):
             packed, saved = pack(spec.name, call.hooks, [s.is_packed for s in forward_pass.saved.sources], saved)
     returned, intermediates = forward_pass, None
     if not call.order:
-        results = results._replace(intermediates=[])
+        results = CallResults(results.outputs, [])
     elif call.passes and forward_pass.reads_flags and forward_pass.seen_flags != call.passes[0].seen_flags:
         # `forward` may save other arrays with these flags. What JAX knows as results are those without.
-        same = call.again([False] * len(flags))
-        results = results._replace(intermediates=same.bind(arrays).intermediates)
+        same = call.again([False] * num_inputs)
+        results = CallResults(results.outputs, same.bind(arrays).intermediates)
         returned = same.passes[-1]
     call.passes.append(returned)
-    inputs = arrays.inputs if results.intermediates and not spec.inputs.has_refs else []
-    leaves, treedef = jax.tree.flatten(Residuals(saved, arrays.captured, inputs))
-    indices = [i for i, flag in enumerate(flags) if flag]
-    captured = [p and is_inexact(x.dtype) for x, p in zip(arrays.captured, perturbed.captured, strict=True)]
+    again_from = inputs if results.intermediates and not spec.inputs.has_refs else []
+    leaves, treedef = jax.tree.flatten(Residuals(saved, captured, again_from))
+    indices = [i for i, flag in enumerate(moving) if flag]
     if results.intermediates:
-        every = [i for i, flag in enumerate([*flags, *captured]) if flag]
-        intermediates = Intermediates(returned, call.tracers, results.intermediates, every, treedef)
+        intermediates = Intermediates(returned, call.tracers, results.intermediates, indices, treedef)
     union = tuple(map(or_, forward_pass.seen_flags, flags))
-    derivative = Differentiation(forward_pass, call.tracers, union, indices, packed)
-    captures = any(captured[: call.num_forward_tracers]) and again.outputs_depend_on(arrays, captured)
-    return _Taken(derivative, treedef, intermediates, captures), results, leaves
+    own = [i for i in indices if i < num_inputs]
+    derivative = Differentiation(forward_pass, call.tracers, union, own, packed, treedef)
+    captures = any(moving[num_inputs : num_inputs + call.num_forward_tracers])
+    captures = captures and again.outputs_depend_on(arrays, moving[num_inputs:])
+    return _Taken(derivative, intermediates, captures), results, leaves
 
 
 _RESIDUALS_ROUNDED_TO = 16
 
 
 @_hiding_own_frames
-def _fwd(call: _Call, primals: CallArrays) -> tuple[CallResults, list[Any]]:
-    arrays, perturbed = (
-        CallArrays(*([get(x) for x in part] for part in primals)) for get in (_value_of, _is_perturbed)
-    )
+def _fwd(call: _Call, primals: Sequence[CustomVJPPrimal]) -> tuple[CallResults, list[Any]]:
     was_staged = bool(call.passes)
-    taken, results, leaves = _differentiate(call, arrays, perturbed)
+    taken, results, leaves = _differentiate(call, [x.value for x in primals], [x.perturbed for x in primals])
     call.derivatives.append(taken)
     if not was_staged:
         return results, [call, *leaves]
@@ -337,38 +328,27 @@ class _Staged:
     call: _Call
 
 
-def _value_of(primal: CustomVJPPrimal) -> Any:
-    return primal.value
-
-
-def _is_perturbed(primal: CustomVJPPrimal) -> bool:
-    return primal.perturbed
-
-
 @_hiding_own_frames
-def _bwd(flat: list[Any], results: CallResults) -> tuple[None, CallArrays]:
+def _bwd(flat: list[Any], results: CallResults) -> tuple[None, list[Any]]:
     call, *leaves = flat
     if isinstance(call, _Staged):
         call, token = call.call, leaves.pop(0)
         taken = call.derivatives[token.shape[0] - 1]
     else:
         (taken,) = call.derivatives
-    leaves = leaves[: taken.treedef.num_leaves]
-    outputs, intermediates = (list(map(_without_zero, part)) for part in results)
-    gradients: list[Any] = [None] * len(call.flags)
-    captured: list[Any] = [None] * len(call.tracers)
-    if taken.captures_perturbed and any(ct is not None for ct in outputs):
+    outputs, intermediates = list(map(_without_zero, results.outputs)), list(map(_without_zero, results.intermediates))
+    has_output, has_intermediate = (any(ct is not None for ct in part) for part in (outputs, intermediates))
+    cotangents: list[Any] = [None] * (len(call.flags) + len(call.tracers))
+    if taken.captures_perturbed and has_output:
         _captured_error(call).throw()
-    if any(ct is not None for ct in outputs) or not any(ct is not None for ct in intermediates):
-        gradients = _pull(taken.derivative, jax.tree.unflatten(taken.treedef, leaves), outputs)
-    if taken.intermediates is not None and any(ct is not None for ct in intermediates):
-        pulled = taken.intermediates.pull(leaves, intermediates)
-        gradients = list(map(_sum, gradients, pulled))
-        captured = pulled[len(gradients) :]
-    return None, CallArrays(gradients, captured)
+    if has_output or not has_intermediate:
+        cotangents[: len(call.flags)] = _pull(taken.derivative, leaves, outputs)
+    if taken.intermediates is not None and has_intermediate:
+        cotangents = list(map(_sum, cotangents, taken.intermediates.pull(leaves, intermediates)))
+    return None, cotangents
 
 
-def _pull(derivative: Differentiation, residuals: Residuals, cotangents: Sequence[Any]) -> list[Any]:
+def _pull(derivative: Differentiation, residuals: Sequence[Any], cotangents: Sequence[Any]) -> list[Any]:
     """Returns a cotangent for each array leaf of the inputs, by `backward`, or by transposing the only rule, `jvp`."""
     forward_pass = derivative.forward_pass
     if forward_pass.spec.methods.has_backward or not forward_pass.spec.methods.has_jvp:
@@ -380,7 +360,7 @@ def _pull(derivative: Differentiation, residuals: Residuals, cotangents: Sequenc
     return replace_at(derivative.perturbed, [None] * len(forward_pass.input_avals), pulled)
 
 
-def _checked_jvp(derivative: Differentiation, residuals: Residuals) -> tuple[Callable[..., list[Any]], list[Any]]:
+def _checked_jvp(derivative: Differentiation, residuals: Sequence[Any]) -> tuple[Callable[..., list[Any]], list[Any]]:
     """Returns `jvp` as a function of the perturbed inputs' tangents, and their types. Raises if it is not linear."""
     forward_pass = derivative.forward_pass
 
@@ -413,34 +393,33 @@ def _without_zero(vector: Any) -> Any:
 
 
 @_hiding_own_frames
-def _jvp(primals: tuple[_Call, CallArrays], tangents: tuple[Any, CallArrays]) -> tuple[CallResults, CallResults]:
+def _jvp(primals: tuple[_Call, list[Any]], tangents: tuple[Any, list[Any]]) -> tuple[CallResults, CallResults]:
     call, arrays = primals
-    known = CallArrays(*(list(map(_without_zero, part)) for part in tangents[1]))
-    taken, results, leaves = _differentiate(
-        call, arrays, CallArrays(*([t is not None for t in part] for part in known))
-    )
+    known = list(map(_without_zero, tangents[1]))
+    taken, results, leaves = _differentiate(call, arrays, [t is not None for t in known])
     derivative = taken.derivative
     pushed = CallResults(*([SymbolicZero(jax.typeof(x).to_tangent_aval()) for x in part] for part in results))
-    nonzero = [known.inputs[i] for i in derivative.perturbed]
+    nonzero = [known[i] for i in derivative.perturbed]
     if taken.captures_perturbed:
         linear_map: LinearMap = ErrorMap(derivative.avals, _captured_error(call))
-        moved = bind_linear_map(linear_map, (), [t for part in known for t in part if t is not None])
+        moved = bind_linear_map(linear_map, (), [t for t in known if t is not None])
     elif not nonzero:
         moved = [None] * len(derivative.forward_pass.differentiable)
     elif call.spec.methods.has_backward:
-        moved = bind_linear_map(_DerivativeMap(derivative, taken.treedef), [*leaves, *_traces_of(arrays)], nonzero)
+        operands = [*leaves, *_traces_of(arrays[: len(call.flags)])]
+        moved = bind_linear_map(_DerivativeMap(derivative), operands, nonzero)
     else:
         with _is_transposed(True):
-            every = derivative.jvp(jax.tree.unflatten(taken.treedef, leaves), known.inputs)
+            every = derivative.jvp(leaves, known[: len(call.flags)])
         moved = [every[i] for i in derivative.forward_pass.differentiable]
         present = [i for i, t in enumerate(moved) if t is not None]
         if present and any(map(is_traced, nonzero)):
-            check = _LinearityCheck(derivative, taken.treedef, [derivative.avals[i] for i in present])
+            check = _LinearityCheck(derivative, [derivative.avals[i] for i in present])
             checked = bind_linear_map(check, leaves, [*nonzero, *(moved[i] for i in present)])
             moved = replace_at(present, moved, checked)
     for i, t in zip(derivative.forward_pass.differentiable, moved, strict=True):
         pushed.outputs[i] = pushed.outputs[i] if t is None else as_array(t)
-    nonzero = [t for part in known for t in part if t is not None]
+    nonzero = [t for t in known if t is not None]
     if taken.intermediates is not None and nonzero:
         moved = bind_linear_map(taken.intermediates, leaves, nonzero)
         for i, t in zip(taken.intermediates.indices, moved, strict=True):
@@ -448,14 +427,14 @@ def _jvp(primals: tuple[_Call, CallArrays], tangents: tuple[Any, CallArrays]) ->
     return results, pushed
 
 
-def _traces_of(arrays: CallArrays) -> list[Any]:
+def _traces_of(inputs: Sequence[Any]) -> list[Any]:
     """Returns arrays without elements that depend on the inputs, as further operands of a linear map.
 
     So an enclosing derivative of the map by an input runs the rule, even where JAX needs no value of the map, and the
     rule finds what it uses in addition to the residuals.
     """
-    inputs = [x for x in arrays.inputs if is_traced(x) and is_inexact(x.dtype)]
-    return [] if manual_axes_here() else [jax.lax.broadcast(x, (0,)) for x in inputs]
+    traced = [x for x in inputs if is_traced(x) and is_inexact(x.dtype)]
+    return [] if manual_axes_here() else [jax.lax.broadcast(x, (0,)) for x in traced]
 
 
 def _captured_error(call: _Call) -> DeferredError:
@@ -477,9 +456,8 @@ _CAPTURED = (
 class _DerivativeMap(LinearMap):
     """The derivative of a Function with both modes, from perturbed leaves of the inputs to differentiable outputs."""
 
-    def __init__(self, derivative: Differentiation, treedef: Any) -> None:
+    def __init__(self, derivative: Differentiation) -> None:
         self._derivative = derivative
-        self._treedef = treedef
 
     @property
     def avals(self) -> list[Any]:
@@ -494,7 +472,7 @@ class _DerivativeMap(LinearMap):
         if not forward_pass.spec.methods.has_jvp:
             return self._transpose_backward(residuals, tangents)
         input_tangents = replace_at(derivative.perturbed, [None] * len(forward_pass.input_avals), tangents)
-        every = derivative.jvp(self._restore(residuals), input_tangents)
+        every = derivative.jvp(residuals, input_tangents)
         results = [every[i] for i in forward_pass.differentiable]
         return [zeros_of(aval) if t is None else t for t, aval in zip(results, self.avals, strict=True)]
 
@@ -503,11 +481,8 @@ class _DerivativeMap(LinearMap):
         forward_pass = derivative.forward_pass
         nothing: list[Any] = [None] * len(forward_pass.output_avals)
         output_cotangents = replace_at(forward_pass.differentiable, nothing, cotangents)
-        pulled = derivative.backward(self._restore(residuals), output_cotangents)
+        pulled = derivative.backward(residuals, output_cotangents)
         return [pulled[i] for i in derivative.perturbed]
-
-    def _restore(self, residuals: Sequence[Any]) -> Residuals:
-        return jax.tree.unflatten(self._treedef, residuals[: self._treedef.num_leaves])
 
     def _transpose_backward(self, residuals: Sequence[Any], tangents: Sequence[Any]) -> list[jax.Array]:
         """Derives forward mode from `backward`, for `generate_jvp_rule`."""
@@ -538,9 +513,8 @@ class _LinearityCheck(LinearMap):
     The first operands are the tangents that `jvp` took: JAX transposes nothing that does not depend on them.
     """
 
-    def __init__(self, derivative: Differentiation, treedef: Any, avals: Sequence[Any]) -> None:
+    def __init__(self, derivative: Differentiation, avals: Sequence[Any]) -> None:
         self._derivative = derivative
-        self._treedef = treedef
         self._avals = avals
 
     @property
@@ -551,7 +525,7 @@ class _LinearityCheck(LinearMap):
         return list(tangents[len(self._derivative.perturbed) :])
 
     def transpose(self, residuals: Sequence[Any], cotangents: Sequence[jax.Array | None]) -> list[jax.Array | None]:
-        _checked_jvp(self._derivative, jax.tree.unflatten(self._treedef, residuals))
+        _checked_jvp(self._derivative, residuals)
         return [*[None] * len(self._derivative.perturbed), *cotangents]
 
 

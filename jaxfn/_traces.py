@@ -93,12 +93,10 @@ def elements_under_vmaps(array: Any) -> np.ndarray[Any, Any]:
 def without_vmaps(array: Any) -> tuple[Any, dict[Any, int]]:
     """Returns the array under the tracers of vmaps, and by the trace of each vmap the axis of it that is mapped."""
     axes: dict[Any, int] = {}
-    for kind, layer in layers(array):
-        array = layer
-        if kind != "vmap":
-            break
-        if isinstance(layer.batch_dim, int):
-            axes[layer._trace] = layer.batch_dim
+    while _kind(type(array)) == "vmap":
+        if isinstance(array.batch_dim, int):
+            axes[array._trace] = array.batch_dim
+        array = array.val
     return array, axes
 
 
