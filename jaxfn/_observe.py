@@ -4,21 +4,19 @@ from __future__ import annotations
 
 import re
 import threading
-from collections.abc import Callable, Generator, Hashable, Iterable, Sequence
+from collections.abc import Generator, Hashable, Iterable, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import jax
 
-from jaxfn._compat import VmapAxis, make_primitive, record_source_lines
+from jaxfn._compat import VmapAxis, make_primitive
 from jaxfn._jaxpr import identity_primitives
 from jaxfn._traces import is_ref, staging_traces
 from jaxfn._tree import TreeSpec, as_array, is_array_leaf, is_jax_type, is_traced, leaves_with_path, replace_at
-
-_Results = TypeVar("_Results")
 
 
 @dataclass(eq=False)
@@ -182,22 +180,6 @@ label_p = make_primitive(
     "label", evaluate=_evaluate_label, jvp=_label_jvp, batch=_batch_label, transpose=_transpose_label
 )
 identity_primitives.add(label_p)
-
-
-def observe(
-    function: str,
-    method: str,
-    call: Callable[[Sequence[Any]], _Results],
-    arrays: Sequence[Any],
-    role: str,
-    names: Sequence[str],
-    label_results: Callable[[_Results], _Results],
-) -> _Results:
-    """Calls a method of a Function by `call`, which takes the arrays; labels these and the results."""
-    arrays = label_present(arrays, function, method, role, names)
-    with record_source_lines():
-        results = call(arrays)
-    return label_results(results)
 
 
 def label_present(arrays: Sequence[Any], function: str, method: str, role: str, names: Sequence[str]) -> list[Any]:
