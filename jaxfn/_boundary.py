@@ -47,15 +47,14 @@ class OutputSpec:
     trees: tuple[TreeSpec, ...]
     non_differentiable: frozenset[int] = frozenset()  # indices of array leaves that were marked
 
+    def _key(self) -> tuple[object, ...]:
+        """Returns what specs are compared by. Objects that `forward` creates count as equal."""
+        # PyTreeDef does not compare with None.
+        trees = [(tree.treedef is None, tree.treedef, *map(leaf_key, tree.leaves)) for tree in self.trees]
+        return self.container, self.non_differentiable, trees
+
     def __eq__(self, other: object) -> bool:
-        if not isinstance(other, OutputSpec):
-            return NotImplemented
-        return (
-            self.container is other.container
-            and self.non_differentiable == other.non_differentiable
-            and len(self.trees) == len(other.trees)
-            and all(_look_alike(a, b) for a, b in zip(self.trees, other.trees, strict=True))
-        )
+        return isinstance(other, OutputSpec) and self._key() == other._key()
 
     def __hash__(self) -> int:
         return hash((self.container, self.non_differentiable, len(self.trees)))
@@ -100,13 +99,6 @@ class OutputSpec:
 
 def _zeros(aval: Any, materialize: bool) -> Any:
     return zeros_of(aval) if materialize and not is_key(aval) else None  # random keys have no zero
-
-
-def _look_alike(a: TreeSpec, b: TreeSpec) -> bool:
-    """Whether the specs of an output agree in two forward passes; objects that `forward` creates count as equal."""
-    has_leaf = a.treedef is None or b.treedef is None  # PyTreeDef does not compare with None
-    same_tree = a.treedef is b.treedef if has_leaf else a.treedef == b.treedef
-    return same_tree and all(leaf_key(x) == leaf_key(y) for x, y in zip(a.leaves, b.leaves, strict=True))
 
 
 class ForwardOutputs(NamedTuple):

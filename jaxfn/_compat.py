@@ -106,8 +106,7 @@ def make_primitive(
     transpose: Callable[..., Sequence[Any]] | None = None,
     partial_eval_in_checkpoint: Callable[..., Any] | None = None,
     on_transpose_error: Callable[[Exception], None] | None = None,
-    may_use_axis_names: bool = False,
-    lower_as_function: bool = False,
+    runs_user_code: bool = False,
 ) -> Primitive:
     """Makes a primitive with several results and the rules that jaxfn's own primitives need (0.10.0 to 0.12.0).
 
@@ -124,8 +123,8 @@ def make_primitive(
         for each operand.
       partial_eval_in_checkpoint: JAX's rule for `jax.checkpoint`. Default: JAX's own.
       on_transpose_error: Called with an exception that `transpose` raises.
-      may_use_axis_names: Whether the primitive runs user code, which may use the names of vmap axes.
-      lower_as_function: Whether `evaluate` is traced to be lowered. Otherwise it is an identity.
+      runs_user_code: Whether `evaluate` is traced to be lowered, and may use the names of vmap axes. Otherwise it is an
+        identity.
     """
     primitive = Primitive(name)
     primitive.multiple_results = True
@@ -136,7 +135,7 @@ def make_primitive(
         return evaluate(*operands, **params)
 
     # Not cacheable: most eqns have different params, so that looking one up costs more than lowering it.
-    lowering = mlir.lower_fun(evaluate, multiple_results=True) if lower_as_function else lower
+    lowering = mlir.lower_fun(evaluate, multiple_results=True) if runs_user_code else lower
     mlir.register_lowering(primitive, lowering, cacheable=False)
 
     def jvp_rule(primals: Sequence[Any], tangents: Sequence[Any], **params: Any) -> tuple[Sequence[Any], list[Any]]:
@@ -149,7 +148,7 @@ def make_primitive(
     def batch_rule(axis: Any, operands: Sequence[Any], dims: Sequence[Any], **params: Any) -> Any:
         use = VmapAxis(axis)
         # JAX calls the batching rule even when no operand is batched.
-        if all(dim is None for dim in dims) and not (may_use_axis_names and use.is_named):
+        if all(dim is None for dim in dims) and not (runs_user_code and use.is_named):
             results = primitive.bind(*operands, **params)
             return results, [None] * len(results)
         return batch(use, operands, dims, **params)
@@ -179,6 +178,24 @@ def make_primitive(
 
     if partial_eval_in_checkpoint is not None:
         partial_eval.partial_eval_jaxpr_custom_rules[primitive] = partial_eval_in_checkpoint
+    return primitive
+
+
+def make_identity(name: str, batch: Callable[..., Any]) -> Primitive:
+    """Makes a primitive that returns its first `num_arrays` operands, by default one, with their derivatives alone."""
+
+    def evaluate(*operands: Any, num_arrays: int = 1, **_: Any) -> list[Any]:
+        return list(operands[:num_arrays])
+
+    def jvp(primals: Sequence[Any], tangents: Sequence[Any], **params: Any) -> tuple[list[Any], Sequence[Any]]:
+        results = primitive.bind(*primals, **params)
+        return results, tangents[: len(results)]
+
+    def transpose(cotangents: Sequence[Any], *operands: Any, **_: Any) -> list[Any]:
+        # Where reverse mode transposes a `jvp`, the other operands may be linear too; they have no derivative.
+        return [*cotangents, *[None] * (len(operands) - len(cotangents))]
+
+    primitive = make_primitive(name, evaluate=evaluate, jvp=jvp, batch=batch, transpose=transpose)
     return primitive
 
 

@@ -9,26 +9,24 @@ from __future__ import annotations
 
 import ast
 import inspect
+import os
 import re
 import textwrap
 import traceback
 from collections.abc import Callable, Sequence
 from operator import is_
-from pathlib import Path
 from types import TracebackType
 from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
-import jaxlib
 import numpy as np
 
 from jaxfn._signature import InputNames, fits
 from jaxfn._tree import is_jax_type
 
 # Each ends with the separator, so that a sibling such as jaxfn2 or jax_kernels does not count.
-_FOLDERS = tuple(str(Path(file).parent / "_")[:-1] for file in (__file__, jax.__file__, jaxlib.__file__, np.__file__))
-_OWN_FOLDER, _FOLDER_OF_JAX, *_ = _FOLDERS
+_OWN_FOLDER, _FOLDER_OF_JAX = (os.path.join(os.path.dirname(file), "") for file in (__file__, jax.__file__))
 
 
 class NeedsValuesError(Exception):
@@ -277,16 +275,6 @@ def _last_line_outside_jax(error: Exception) -> tuple[str, dict[str, Any]]:
         return "", {}
     lines = traceback.extract_tb(error.__traceback__)
     return lines[own[-1]].line or "", frames[own[-1]][0].f_locals
-
-
-def error_location(error: Exception) -> str | None:
-    """Returns the last line of user code that raised an error, "file:line"; `None` if there is none."""
-    lines = [
-        f"{frame.f_code.co_filename}:{line}"
-        for frame, line in traceback.walk_tb(error.__traceback__)
-        if not frame.f_code.co_filename.startswith(_FOLDERS)
-    ]
-    return lines[-1] if lines else None
 
 
 def _hint_for_type_error(text: str) -> str | None:
