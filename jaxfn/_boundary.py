@@ -170,28 +170,36 @@ def non_differentiable_outputs(
     return frozenset(found)
 
 
-def check_dirty(name: str, state: ContextState, inputs: Sequence[Any], outputs: Sequence[Any]) -> bool:
-    """Checks the inputs that were marked dirty; returns whether one is an array, which the caller sees unchanged.
+def check_dirty(
+    name: str,
+    state: ContextState,
+    inputs: Sequence[Any],
+    outputs: Sequence[Any],
+    warn_once: Callable[[str, str], None],
+) -> None:
+    """Checks the inputs that were marked dirty; warns if one is an array, which the caller sees unchanged.
 
     Raises:
       ValueError: Something is not an array input, or no output has the shape and dtype of the input.
     """
-    found_array = False
-    for position, marked in enumerate(jax.tree_util.tree_leaves(state.dirty)):
+    dirty = jax.tree_util.tree_leaves(state.dirty)
+    for position, marked in enumerate(dirty):
         if not any(marked is x for x in inputs):
             raise ValueError(
                 f"{name}: mark_dirty was passed something that is not an array input of forward (argument {position}, "
                 f"a {type(marked).__name__}). Pass the input as forward received it, and return its new value."
             )
-        if is_ref(marked):
-            continue
-        found_array = True
-        if not any(x.shape == marked.shape and x.dtype == marked.dtype for x in outputs):
+        if not is_ref(marked) and not any(x.shape == marked.shape and x.dtype == marked.dtype for x in outputs):
             raise ValueError(
                 f"{name}: mark_dirty was passed an input of shape {marked.shape} and dtype {marked.dtype} (argument "
                 f"{position}), but no output has that shape and dtype. JAX arrays are immutable: return the new value."
             )
-    return found_array
+    if not all(map(is_ref, dirty)):
+        warn_once(
+            "dirty",
+            f"{name}: mark_dirty on a JAX array does not change the caller's array; use the returned one. To write in "
+            "place, pass a jax.Ref.",
+        )
 
 
 # Gradients and tangents

@@ -187,10 +187,9 @@ subjaxpr_rules: dict[Primitive | str, Callable[[Any], list[SubJaxpr]]] = {
     jax.lax.linear_solve_p: _linear_solve,
     jit_p: partial(_call, kind="jit", param="jaxpr"),
     remat_p: partial(_call, kind="checkpoint", param="jaxpr"),
-    custom_jvp_call_p: partial(_call, kind="call", param="call_jaxpr"),
-    custom_vjp_call_p: partial(_call, kind="call", param="call_jaxpr"),
-    call_p: partial(_call, kind="call", param="call_jaxpr"),
-    closed_call_p: partial(_call, kind="call", param="call_jaxpr"),
+    **dict.fromkeys(
+        (custom_jvp_call_p, custom_vjp_call_p, call_p, closed_call_p), partial(_call, kind="call", param="call_jaxpr")
+    ),
     "shard_map": partial(_call, kind="shard_map", param="jaxpr"),
     "custom_vmap_call": partial(_call, kind="call", param="call"),
     "composite": partial(_call, kind="call", param="jaxpr"),
