@@ -62,8 +62,8 @@ class VmapAxis:
         spec = jax.sharding.PartitionSpec(self._axis.explicit_mesh_axis, *aval.sharding.spec)
         return aval.update(shape=shape, sharding=aval.sharding.update(spec=spec))
 
-    def vmap(self, function: Callable[..., Any], in_axes: Sequence[Any], out_axes: Any = 0) -> Callable[..., Any]:
-        """Maps a function over this axis, with its name.
+    def vmap(self, function: Callable[..., Any], in_axes: Sequence[Any]) -> Callable[..., Any]:
+        """Maps a function over this axis, with its name; results are batched at axis 0.
 
         If no argument is batched, the function is evaluated once with the name bound, and no result may be batched.
         """
@@ -76,7 +76,7 @@ class VmapAxis:
         mapped = jax.vmap(
             with_dummy,
             (0, *in_axes),
-            out_axes if is_batched else None,
+            0 if is_batched else None,
             axis_name=axis.name,
             axis_size=axis.size,
             spmd_axis_name=axis.spmd_name,

@@ -7,7 +7,7 @@ identity that raises where a derivative of its results is used.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import Any, NoReturn
 
@@ -150,16 +150,16 @@ class DeferredError:
 
     Args:
       error: The class of the exception.
-      message: Its text, or what returns it.
+      message: Its text.
     """
 
-    def __init__(self, error: type[Exception], message: str | Callable[[], str]) -> None:
+    def __init__(self, error: type[Exception], message: str) -> None:
         self._error = error
         self._message = message
 
     def throw(self) -> NoReturn:
         """Raises the error."""
-        raise self._error(self._message if isinstance(self._message, str) else self._message())
+        raise self._error(self._message)
 
 
 class ErrorMap(LinearMap):
