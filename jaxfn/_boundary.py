@@ -197,8 +197,8 @@ def check_dirty(
     if not all(map(is_ref, dirty)):
         warn_once(
             "dirty",
-            f"{name}: mark_dirty on a JAX array does not change the caller's array; use the returned one. To write in "
-            "place, pass a jax.Ref.",
+            f"{name}: mark_dirty on a JAX array does not change the caller's array; use the returned one. To "
+            "write in place, pass a jax.Ref.",
         )
 
 

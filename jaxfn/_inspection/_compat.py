@@ -1,4 +1,4 @@
-"""What only jaxfn's tools use of JAX's unpromised parts, each with the versions on which it was checked."""
+"""Unpromised parts of JAX that only jaxfn's tools use, each with the versions on which it was checked."""
 
 from __future__ import annotations
 
