@@ -47,15 +47,14 @@ class OutputSpec:
     trees: tuple[TreeSpec, ...]
     non_differentiable: frozenset[int] = frozenset()  # indices of array leaves that were marked
 
+    def _key(self) -> tuple[object, ...]:
+        """Returns what specs are compared by. Objects that `forward` creates count as equal."""
+        # PyTreeDef does not compare with None.
+        trees = [(tree.treedef is None, tree.treedef, *map(leaf_key, tree.leaves)) for tree in self.trees]
+        return self.container, self.non_differentiable, trees
+
     def __eq__(self, other: object) -> bool:
-        if not isinstance(other, OutputSpec):
-            return NotImplemented
-        return (
-            self.container is other.container
-            and self.non_differentiable == other.non_differentiable
-            and len(self.trees) == len(other.trees)
-            and all(_look_alike(a, b) for a, b in zip(self.trees, other.trees, strict=True))
-        )
+        return isinstance(other, OutputSpec) and self._key() == other._key()
 
     def __hash__(self) -> int:
         return hash((self.container, self.non_differentiable, len(self.trees)))
@@ -100,13 +99,6 @@ class OutputSpec:
 
 def _zeros(aval: Any, materialize: bool) -> Any:
     return zeros_of(aval) if materialize and not is_key(aval) else None  # random keys have no zero
-
-
-def _look_alike(a: TreeSpec, b: TreeSpec) -> bool:
-    """Whether the specs of an output agree in two forward passes; objects that `forward` creates count as equal."""
-    has_leaf = a.treedef is None or b.treedef is None  # PyTreeDef does not compare with None
-    same_tree = a.treedef is b.treedef if has_leaf else a.treedef == b.treedef
-    return same_tree and all(leaf_key(x) == leaf_key(y) for x, y in zip(a.leaves, b.leaves, strict=True))
 
 
 class ForwardOutputs(NamedTuple):
@@ -178,28 +170,36 @@ def non_differentiable_outputs(
     return frozenset(found)
 
 
-def check_dirty(name: str, state: ContextState, inputs: Sequence[Any], outputs: Sequence[Any]) -> bool:
-    """Checks the inputs that were marked dirty; returns whether one is an array, which the caller sees unchanged.
+def check_dirty(
+    name: str,
+    state: ContextState,
+    inputs: Sequence[Any],
+    outputs: Sequence[Any],
+    warn_once: Callable[[str, str], None],
+) -> None:
+    """Checks the inputs that were marked dirty; warns if one is an array, which the caller sees unchanged.
 
     Raises:
       ValueError: Something is not an array input, or no output has the shape and dtype of the input.
     """
-    found_array = False
-    for position, marked in enumerate(jax.tree_util.tree_leaves(state.dirty)):
+    dirty = jax.tree_util.tree_leaves(state.dirty)
+    for position, marked in enumerate(dirty):
         if not any(marked is x for x in inputs):
             raise ValueError(
                 f"{name}: mark_dirty was passed something that is not an array input of forward (argument {position}, "
                 f"a {type(marked).__name__}). Pass the input as forward received it, and return its new value."
             )
-        if is_ref(marked):
-            continue
-        found_array = True
-        if not any(x.shape == marked.shape and x.dtype == marked.dtype for x in outputs):
+        if not is_ref(marked) and not any(x.shape == marked.shape and x.dtype == marked.dtype for x in outputs):
             raise ValueError(
                 f"{name}: mark_dirty was passed an input of shape {marked.shape} and dtype {marked.dtype} (argument "
                 f"{position}), but no output has that shape and dtype. JAX arrays are immutable: return the new value."
             )
-    return found_array
+    if not all(map(is_ref, dirty)):
+        warn_once(
+            "dirty",
+            f"{name}: mark_dirty on a JAX array does not change the caller's array; use the returned one. To "
+            "write in place, pass a jax.Ref.",
+        )
 
 
 # Gradients and tangents

@@ -15,49 +15,21 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.core import eval_context
-from jax.custom_derivatives import SymbolicZero
-from jax.experimental.layout import Format
-from jax.extend.core import Jaxpr, Primitive, Var
-from jax.extend.core.primitives import (
-    add_jaxvals_p,
-    call_p,
-    closed_call_p,
-    custom_jvp_call_p,
-    custom_lin_p,
-    custom_vjp_call_p,
-    jit_p,
-    name_p,
-    random_bits_p,
-    remat_p,
-    threefry2x32_p,
-    triangular_solve_p,
-    tridiagonal_solve_p,
-)
-from jax.extend.source_info_util import current_name_stack, register_exclusion, summarize, user_context
+from jax.extend.core import Jaxpr
+from jax.extend.core import Primitive as Primitive
+from jax.extend.core.primitives import add_jaxvals_p as add_jaxvals_p
+from jax.extend.core.primitives import call_p as call_p
+from jax.extend.core.primitives import closed_call_p as closed_call_p
+from jax.extend.core.primitives import custom_jvp_call_p as custom_jvp_call_p
+from jax.extend.core.primitives import custom_lin_p as custom_lin_p
+from jax.extend.core.primitives import custom_vjp_call_p as custom_vjp_call_p
+from jax.extend.core.primitives import jit_p as jit_p
+from jax.extend.core.primitives import name_p as name_p
+from jax.extend.core.primitives import remat_p as remat_p
+from jax.extend.core.primitives import triangular_solve_p as triangular_solve_p
+from jax.extend.core.primitives import tridiagonal_solve_p as tridiagonal_solve_p
+from jax.extend.source_info_util import register_exclusion, summarize, user_context
 from jax.interpreters import ad, batching, mlir, partial_eval
-from jax.ref import AbstractRef
-
-__all__ = [
-    "AbstractRef",
-    "Primitive",
-    "SymbolicZero",
-    "Var",
-    "add_jaxvals_p",
-    "call_p",
-    "closed_call_p",
-    "custom_jvp_call_p",
-    "custom_lin_p",
-    "custom_vjp_call_p",
-    "eval_context",
-    "jit_p",
-    "name_p",
-    "random_bits_p",
-    "remat_p",
-    "threefry2x32_p",
-    "triangular_solve_p",
-    "tridiagonal_solve_p",
-]
 
 # The lines of operations are those of the user's code, not of jaxfn's (0.10.0 to 0.12.0).
 register_exclusion(os.path.dirname(__file__) + os.sep)
@@ -90,8 +62,8 @@ class VmapAxis:
         spec = jax.sharding.PartitionSpec(self._axis.explicit_mesh_axis, *aval.sharding.spec)
         return aval.update(shape=shape, sharding=aval.sharding.update(spec=spec))
 
-    def vmap(self, function: Callable[..., Any], in_axes: Sequence[Any], out_axes: Any = 0) -> Callable[..., Any]:
-        """Maps a function over this axis, with its name.
+    def vmap(self, function: Callable[..., Any], in_axes: Sequence[Any]) -> Callable[..., Any]:
+        """Maps a function over this axis, with its name; results are batched at axis 0.
 
         If no argument is batched, the function is evaluated once with the name bound, and no result may be batched.
         """
@@ -104,7 +76,7 @@ class VmapAxis:
         mapped = jax.vmap(
             with_dummy,
             (0, *in_axes),
-            out_axes if is_batched else None,
+            0 if is_batched else None,
             axis_name=axis.name,
             axis_size=axis.size,
             spmd_axis_name=axis.spmd_name,
@@ -134,8 +106,7 @@ def make_primitive(
     transpose: Callable[..., Sequence[Any]] | None = None,
     partial_eval_in_checkpoint: Callable[..., Any] | None = None,
     on_transpose_error: Callable[[Exception], None] | None = None,
-    may_use_axis_names: bool = False,
-    lower_as_function: bool = False,
+    runs_user_code: bool = False,
 ) -> Primitive:
     """Makes a primitive with several results and the rules that jaxfn's own primitives need (0.10.0 to 0.12.0).
 
@@ -152,8 +123,8 @@ def make_primitive(
         for each operand.
       partial_eval_in_checkpoint: JAX's rule for `jax.checkpoint`. Default: JAX's own.
       on_transpose_error: Called with an exception that `transpose` raises.
-      may_use_axis_names: Whether the primitive runs user code, which may use the names of vmap axes.
-      lower_as_function: Whether `evaluate` is traced to be lowered. Otherwise it is an identity.
+      runs_user_code: Whether `evaluate` is traced to be lowered, and may use the names of vmap axes. Otherwise it is an
+        identity.
     """
     primitive = Primitive(name)
     primitive.multiple_results = True
@@ -164,7 +135,7 @@ def make_primitive(
         return evaluate(*operands, **params)
 
     # Not cacheable: most eqns have different params, so that looking one up costs more than lowering it.
-    lowering = mlir.lower_fun(evaluate, multiple_results=True) if lower_as_function else lower
+    lowering = mlir.lower_fun(evaluate, multiple_results=True) if runs_user_code else lower
     mlir.register_lowering(primitive, lowering, cacheable=False)
 
     def jvp_rule(primals: Sequence[Any], tangents: Sequence[Any], **params: Any) -> tuple[Sequence[Any], list[Any]]:
@@ -177,7 +148,7 @@ def make_primitive(
     def batch_rule(axis: Any, operands: Sequence[Any], dims: Sequence[Any], **params: Any) -> Any:
         use = VmapAxis(axis)
         # JAX calls the batching rule even when no operand is batched.
-        if all(dim is None for dim in dims) and not (may_use_axis_names and use.is_named):
+        if all(dim is None for dim in dims) and not (runs_user_code and use.is_named):
             results = primitive.bind(*operands, **params)
             return results, [None] * len(results)
         return batch(use, operands, dims, **params)
@@ -207,6 +178,24 @@ def make_primitive(
 
     if partial_eval_in_checkpoint is not None:
         partial_eval.partial_eval_jaxpr_custom_rules[primitive] = partial_eval_in_checkpoint
+    return primitive
+
+
+def make_identity(name: str, batch: Callable[..., Any]) -> Primitive:
+    """Makes a primitive that returns its first `num_arrays` operands, by default one, with their derivatives alone."""
+
+    def evaluate(*operands: Any, num_arrays: int = 1, **_: Any) -> list[Any]:
+        return list(operands[:num_arrays])
+
+    def jvp(primals: Sequence[Any], tangents: Sequence[Any], **params: Any) -> tuple[list[Any], Sequence[Any]]:
+        results = primitive.bind(*primals, **params)
+        return results, tangents[: len(results)]
+
+    def transpose(cotangents: Sequence[Any], *operands: Any, **_: Any) -> list[Any]:
+        # Where reverse mode transposes a `jvp`, the other operands may be linear too; they have no derivative.
+        return [*cotangents, *[None] * (len(operands) - len(cotangents))]
+
+    primitive = make_primitive(name, evaluate=evaluate, jvp=jvp, batch=batch, transpose=transpose)
     return primitive
 
 
@@ -240,30 +229,6 @@ def shape_struct(aval: Any) -> jax.ShapeDtypeStruct:
 def dce_jaxpr(jaxpr: Any, used_outputs: Sequence[bool]) -> Any:
     """Returns a jaxpr with some of its outputs and all of its inputs, without dead code (0.10.0 to 0.12.0)."""
     return partial_eval.dce_jaxpr(jaxpr, list(used_outputs), instantiate=True)[0]
-
-
-def keeps_constants_apart() -> bool:
-    """Whether JAX passes a program's constants to its executable at every call (an option, off in 0.10.0 to 0.12.0).
-
-    Otherwise they are part of the lowered program.
-    """
-    return bool(getattr(jax.config, "jax_use_simplified_jaxpr_constants", False))
-
-
-def eval_eqn(eqn: Any, operands: Sequence[Any]) -> Sequence[Any]:
-    """Evaluates one eqn of a jaxpr as `jax.core.eval_jaxpr` does, which takes whole jaxprs only (0.10.0 to 0.12.0)."""
-    with eqn_scope(eqn):
-        results = eqn.primitive.bind(*operands, **eqn.primitive.get_bind_params(eqn.params))
-    return results if eqn.primitive.multiple_results else [results]
-
-
-@contextlib.contextmanager
-def eqn_scope(eqn: Any) -> Generator[None]:
-    """Gives operations inside the names, the source line and the settings of an eqn (0.10.0 to 0.12.0)."""
-    source = eqn.source_info
-    names = current_name_stack() + source.name_stack
-    with user_context(source.traceback, name_stack=names), eqn.ctx.manager:
-        yield
 
 
 class _NoTraceback:
@@ -304,60 +269,6 @@ def scan_sizes(eqn: Any) -> tuple[int, int]:
     return len(list(consts)), len(list(carry))
 
 
-def while_sizes(eqn: Any) -> tuple[int, int]:
-    """Returns the numbers of constants of a while loop's condition and of its body (0.10.0 to 0.12.0)."""
-    return eqn.params["cond_nconsts"], eqn.params["body_nconsts"]
-
-
-def jit_options(eqn: Any) -> dict[str, Any]:
-    """Returns the options of a `jit` eqn, for a function that returns a pair (0.10.0 to 0.12.0).
-
-    Donations are omitted: JAX compiles a staged jaxpr as a whole, and may read a donated array again.
-
-    Args:
-      eqn: A `jit` eqn.
-
-    Returns:
-      Keyword arguments of `jax.jit`, for a function of the eqn's operands. Its first result is a tuple of the eqn's
-      results; nothing is known of the second.
-    """
-    params = eqn.params
-
-    def placed(shardings: Sequence[Any], layouts: Sequence[Any]) -> tuple[Any, ...]:
-        pairs = zip(shardings, layouts, strict=True)
-        return tuple(sharding if layout is None else Format(layout, sharding) for sharding, layout in pairs)
-
-    return {
-        "in_shardings": placed(params["in_shardings"], params["in_layouts"]),
-        "out_shardings": (placed(params["out_shardings"], params["out_layouts"]), None),
-        "keep_unused": params["keep_unused"],
-        "inline": params["inline"],
-        "compiler_options": dict(params["compiler_options_kvs"]) or None,
-    }
-
-
-def is_plain_jit(eqn: Any) -> bool:
-    """Whether a `jit` eqn has no shardings, layouts or compiler options."""
-    params = eqn.params
-    options = [*params["in_shardings"], *params["out_shardings"], *params["in_layouts"], *params["out_layouts"]]
-    is_placed = any(x is not None and type(x).__name__ != "UnspecifiedValue" for x in options)  # 0.10.0 to 0.12.0
-    return not (is_placed or params["compiler_options_kvs"])
-
-
-def platforms_of_branches(eqn: Any) -> Sequence[tuple[str, ...] | None] | None:
-    """Returns the platforms of each branch of a `cond` eqn, `None` for a default branch (0.10.0 to 0.12.0).
-
-    `None` for a `cond` that does not choose by the platform.
-    """
-    return eqn.params.get("branches_platforms")
-
-
-def manual_axes(eqn: Any) -> frozenset[str]:
-    """Returns the mesh axes of a `shard_map` eqn that are manual inside (0.10.0, and under another name 0.12.0)."""
-    params = eqn.params
-    return params["manual_axes"] if "manual_axes" in params else params["newly_manual_axes"]
-
-
 def varying_axes(aval: Any) -> frozenset[str]:
     """Returns the manual mesh axes that a value varies over inside `shard_map(check_vma=True)`.
 
@@ -365,20 +276,6 @@ def varying_axes(aval: Any) -> frozenset[str]:
     """
     manual = getattr(aval, "manual_axis_type", None)
     return frozenset() if manual is None else manual.varying
-
-
-def cotangent_sharding(aval: Any) -> Any:
-    """Returns the sharding of a value's cotangent on explicit mesh axes (0.10.0 to 0.12.0).
-
-    It is that of the value with `reduced` and `unreduced` axes swapped.
-    """
-    return aval.to_ct_aval().sharding
-
-
-def memory_space(array: Any) -> Any:
-    """Returns the `jax.memory.Space` of an array, traced or not, or of a variable of a jaxpr (0.10.0 to 0.12.0)."""
-    aval: Any = array.aval if isinstance(array, Var) else jax.typeof(array)
-    return aval.memory_space
 
 
 def make_jaxpr(function: Callable[..., Any], *args: Any) -> Any:
@@ -395,14 +292,6 @@ def lower_jaxpr(jaxpr: Any) -> Any:
     return jaxpr if lower is None or not jaxpr.jaxpr.is_high else lower(jaxpr)
 
 
-_JAX_FOLDER = os.path.join(os.path.dirname(jax.__file__), "")
-
-
-def is_code_of_jax(jaxpr: Any) -> bool:
-    """Whether the function that was traced to a jaxpr is one of JAX's own (0.10.0 to 0.12.0)."""
-    return (getattr(jaxpr, "jaxpr", jaxpr).debug_info.func_filename or "").startswith(_JAX_FOLDER)
-
-
 def inner_jaxpr(eqn: Any) -> Any:
     """Returns what an eqn of JAX's experimental checkpoint or custom derivatives computes; `None` for other eqns.
 
@@ -414,33 +303,3 @@ def inner_jaxpr(eqn: Any) -> Any:
         lambda *operands: eqn.primitive.bind(*operands, **eqn.params),
         *[zeros_of(operand.aval) for operand in eqn.invars],
     )
-
-
-# XLA's own names, not promised to stay: no optimization, one module on the CPU, and no fusing of loops there. 0.10.0 to
-# 0.10.2 know all three, 0.12.0 the first two.
-_SHORT: dict[str, Any] = {"xla_backend_optimization_level": 0, "xla_cpu_parallel_codegen_split_count": 1}
-_QUICK: list[dict[str, Any]] = [
-    {**_SHORT, "xla_cpu_use_fusion_emitters": False},
-    _SHORT,
-    {"xla_backend_optimization_level": 0},
-    {},
-]
-
-
-def compile_quickly(lowered: jax.stages.Lowered) -> jax.stages.Compiled:
-    """Compiles in a third of the usual time, for programs that run for less time than optimizing them takes."""
-    for options in list(_QUICK[:-1]):
-        try:
-            return lowered.compile(compiler_options=options)
-        except jax.errors.JaxRuntimeError:  # an option that this XLA does not know
-            with contextlib.suppress(ValueError):  # another thread may have removed it meanwhile
-                _QUICK.remove(options)
-    return lowered.compile()
-
-
-def compile_as_written(lowered: jax.stages.Lowered) -> jax.stages.Compiled:
-    """Compiles a program so that each operation is rounded to its dtype; otherwise XLA may skip that between two."""
-    try:
-        return lowered.compile(compiler_options={"xla_allow_excess_precision": False})  # 0.10.0 and 0.12.0 know it
-    except jax.errors.JaxRuntimeError:
-        return lowered.compile()

@@ -81,10 +81,8 @@ class SavedVariables(_Named, Mapping[str, Any]):
         raise AttributeError(self._not_saved(name), name=name, obj=self)
 
     def _not_saved(self, name: str) -> str:
-        text = f"nothing was saved as {name!r}; saved: {', '.join(self._jaxfn_named) or 'nothing'}"
-        return (
-            text if not self._num_positional else f"{text}, and by position {self._num_positional}: ctx.saved_tensors"
-        )
+        by_position = f", and by position {self._num_positional}: ctx.saved_tensors" if self._num_positional else ""
+        return f"nothing was saved as {name!r}; saved: {', '.join(self._jaxfn_named) or 'nothing'}{by_position}"
 
     def __repr__(self) -> str:
         return f"SavedVariables({self._jaxfn_named!r})"

@@ -9,26 +9,25 @@ from __future__ import annotations
 
 import ast
 import inspect
+import os
 import re
 import textwrap
 import traceback
 from collections.abc import Callable, Sequence
+from importlib.resources import files
 from operator import is_
-from pathlib import Path
 from types import TracebackType
 from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
-import jaxlib
 import numpy as np
 
 from jaxfn._signature import InputNames, fits
 from jaxfn._tree import is_jax_type
 
 # Each ends with the separator, so that a sibling such as jaxfn2 or jax_kernels does not count.
-_FOLDERS = tuple(str(Path(file).parent / "_")[:-1] for file in (__file__, jax.__file__, jaxlib.__file__, np.__file__))
-_OWN_FOLDER, _FOLDER_OF_JAX, *_ = _FOLDERS
+_OWN_FOLDER, _FOLDER_OF_JAX = (os.path.join(os.path.dirname(file), "") for file in (__file__, jax.__file__))
 
 
 class NeedsValuesError(Exception):
@@ -86,86 +85,6 @@ def _returns(node: ast.AST) -> bool:
     return isinstance(node, (ast.Return, ast.Raise)) or any(map(_returns, ast.iter_child_nodes(node)))
 
 
-# Methods of torch's tensors that JAX's arrays lack, if the name alone does not tell what replaces them.
-_REPLACEMENTS = {
-    "addmm": "write y + a @ b",
-    "backward": "derivatives are taken around a function: jax.grad(f)(x), and jax.vjp(f, x) inside a Function",
-    "bmm": "write x @ y",
-    "bool": "write x.astype(bool)",
-    "chunk": "write jnp.array_split(x, count, axis)",
-    "clamp": "write jnp.clip(x, low, high)",
-    "clamp_max": "write jnp.minimum(x, high)",
-    "clamp_min": "write jnp.maximum(x, low)",
-    "clone": "arrays are immutable, and none has to be copied: leave it out",
-    "contiguous": "arrays have no memory layout: omit it",
-    "cpu": "write jax.device_put(x, device), outside the Function",
-    "cuda": "write jax.device_put(x, device), outside the Function",
-    "data": "write jax.lax.stop_gradient(x)",
-    "detach": "write jax.lax.stop_gradient(x)",
-    "dim": "write x.ndim",
-    "div": "write x / y",
-    "double": "write x.astype(jnp.float64)",
-    "eq": "write x == y",
-    "expand": "write jnp.broadcast_to(x, shape)",
-    "expand_as": "write jnp.broadcast_to(x, y.shape)",
-    "float": "write x.astype(jnp.float32)",
-    "gather": "write jnp.take_along_axis(x, indices, axis)",
-    "ge": "write x >= y",
-    "ger": "write jnp.outer(x, y)",
-    "grad": "jax.grad(f)(x) returns the gradient",
-    "gt": "write x > y",
-    "half": "write x.astype(jnp.float16)",
-    "index_add": "write x.at[indices].add(values)",
-    "index_select": "write jnp.take(x, indices, axis)",
-    "int": "write x.astype(jnp.int32)",
-    "inverse": "write jnp.linalg.inv(x)",
-    "is_complex": "write jnp.iscomplexobj(x)",
-    "is_cuda": "write x.devices(), outside the Function",
-    "is_floating_point": "write jnp.issubdtype(x.dtype, jnp.floating)",
-    "le": "write x <= y",
-    "lerp": "write x + weight * (y - x)",
-    "long": "write x.astype(int)",
-    "lt": "write x < y",
-    "masked_fill": "write jnp.where(mask, value, x)",
-    "masked_select": "write x[mask], where JAX is not tracing",
-    "mm": "write x @ y",
-    "movedim": "write jnp.moveaxis(x, source, destination)",
-    "mul": "write x * y",
-    "mv": "write x @ y",
-    "narrow": "write jax.lax.dynamic_slice_in_dim(x, start, length, axis)",
-    "ndimension": "write x.ndim",
-    "ne": "write x != y",
-    "neg": "write -x",
-    "nelement": "write x.size",
-    "new_empty": "write jnp.zeros(shape, x.dtype)",
-    "new_full": "write jnp.full(shape, value, x.dtype)",
-    "new_ones": "write jnp.ones(shape, x.dtype)",
-    "new_tensor": "write jnp.array(values, x.dtype)",
-    "new_zeros": "write jnp.zeros(shape, x.dtype)",
-    "numel": "write x.size",
-    "numpy": "write np.asarray(x), where JAX is not tracing",
-    "permute": "write x.transpose(axes)",
-    "requires_grad": "ctx.needs_input_grad says which inputs are being differentiated",
-    "requires_grad_": "jax.grad differentiates by a function's arguments, and nothing has to be marked: leave it out",
-    "repeat_interleave": "write jnp.repeat(x, repeats, axis)",
-    "reshape_as": "write x.reshape(y.shape)",
-    "scatter": "write jnp.put_along_axis(x, indices, values, axis, inplace=False)",
-    "scatter_add": "write x.at[...].add(values)",
-    "select": "write jnp.take(x, index, axis)",
-    "sgn": "write jnp.sign(x)",
-    "split": "write jnp.split(x, indices, axis), which takes the indices to split at, or a number of parts, not sizes",
-    "sub": "write x - y",
-    "t": "write x.T",
-    "take_along_dim": "write jnp.take_along_axis(x, indices, axis)",
-    "to": "write x.astype(dtype), or jax.device_put(x, device) outside the Function",
-    "topk": "write jax.lax.top_k(x, k), along the last axis",
-    "type": "write x.astype(dtype)",
-    "type_as": "write x.astype(y.dtype)",
-    "unbind": "write jnp.unstack(x, axis=axis)",
-    "unsqueeze": "write jnp.expand_dims(x, axis)",
-    "view_as": "write x.reshape(y.shape)",
-    "where": "write jnp.where(condition, x, y)",
-}
 _KEYWORDS = {"dim": "axis", "keepdim": "keepdims", "unbiased": "correction (1 for True, 0 for False)"}
 # Methods that JAX's arrays have too: part of an error's message, the call on the line that raised it, and the hint.
 _OTHER_METHODS = (
@@ -258,9 +177,11 @@ def add_numpy_hint(error: Exception, function_name: str, names: InputNames, inpu
 
 
 def _hint_for_missing(name: str) -> str | None:
-    """Returns what replaces one of torch's methods."""
-    if name in _REPLACEMENTS:
-        return f"JAX's arrays have no {name}; {_REPLACEMENTS[name]}"
+    """Returns what replaces one of torch's methods. The file has those whose name alone does not tell it."""
+    lines = files("jaxfn").joinpath("torch_methods.txt").read_text("utf-8").splitlines()
+    replacements = dict(line.split(": ", 1) for line in lines)
+    if name in replacements:
+        return f"JAX's arrays have no {name}; {replacements[name]}"
     if name.endswith("_") and not name.endswith("__"):
         return f"arrays are immutable, so there is no {name}. Compute a new array, and use and return that"
     for module, prefix in _FUNCTIONS:
@@ -277,16 +198,6 @@ def _last_line_outside_jax(error: Exception) -> tuple[str, dict[str, Any]]:
         return "", {}
     lines = traceback.extract_tb(error.__traceback__)
     return lines[own[-1]].line or "", frames[own[-1]][0].f_locals
-
-
-def error_location(error: Exception) -> str | None:
-    """Returns the last line of user code that raised an error, "file:line"; `None` if there is none."""
-    lines = [
-        f"{frame.f_code.co_filename}:{line}"
-        for frame, line in traceback.walk_tb(error.__traceback__)
-        if not frame.f_code.co_filename.startswith(_FOLDERS)
-    ]
-    return lines[-1] if lines else None
 
 
 def _hint_for_type_error(text: str) -> str | None:

@@ -446,8 +446,8 @@ def call_forward(
                 inputs.check_inputs_unchanged(spec.name, values, arrays, returned.originals)
     except jax.errors.UnexpectedTracerError as error:
         raise methods.escaped_tracer_error("forward") from error
-    if state.dirty and check_dirty(spec.name, state, arrays, returned.arrays):
-        methods.warn_of_dirty()
+    if state.dirty:
+        check_dirty(spec.name, state, arrays, returned.arrays, methods.warn_once)
     if state.non_differentiable:
         marked = non_differentiable_outputs(spec.name, state, arrays, returned.originals, methods.warn_once)
         returned = returned._replace(spec=OutputSpec(returned.spec.container, returned.spec.trees, marked))

@@ -7,12 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from itertools import islice
 from typing import Any, NamedTuple
 
 import jax
 
-from jaxfn._compat import memory_space
 from jaxfn._primitives import DeferredError, guard
 from jaxfn._tree import ARRAY_SPEC, TreeSpec, as_array, flatten, is_array_leaf, is_inexact, is_traced
 
@@ -138,12 +138,8 @@ def save_on_host() -> Generator[None]:
         yield
 
 
-def _to_host(array: Any) -> Any:
-    return jax.device_put(array, jax.memory.Space.Host)
-
-
-def _to_device(array: Any) -> Any:
-    return jax.device_put(array, jax.memory.Space.Device)
+_to_host = partial(jax.device_put, device=jax.memory.Space.Host)
+_to_device = partial(jax.device_put, device=jax.memory.Space.Device)
 
 
 class PackedResiduals(NamedTuple):
@@ -214,7 +210,7 @@ def _cast(result: jax.Array, source: jax.Array) -> jax.Array:
 @_cast.defjvp
 def _(primals: Any, tangents: Any) -> tuple[jax.Array, jax.Array]:
     (result, source), tangent = primals, tangents[1].astype(primals[0].dtype)
-    here, there = memory_space(source), memory_space(result)
+    here, there = jax.typeof(source).memory_space, jax.typeof(result).memory_space
     if here != there:
         tangent = jax.device_put(tangent, there, src=here)  # its transpose moves back to src
     return _cast(result, source), tangent

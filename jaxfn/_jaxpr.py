@@ -5,7 +5,7 @@
     subjaxprs           the jaxprs that an eqn runs, and how their variables are bound to the eqn's
     all_eqns            every eqn of a jaxpr and of the jaxprs in it
     eval_jaxpr_with     the outputs, with a function that evaluates each eqn
-    needed_eqns         the eqns and the variables that outputs depend on; dependent_eqns: that depend on variables
+    needed_eqns         the eqns and the variables that outputs depend on
     unchanged_operand   the operand that an eqn returns unchanged; ArrayIdentity: which arrays are one by such eqns
 
 Tables hold a primitive by its identity, or by its name where no public module of JAX has it (0.10.0 to 0.12.0).
@@ -23,14 +23,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
+from jax.ref import AbstractRef
 
 from jaxfn._compat import (
-    AbstractRef,
     Primitive,
     call_p,
     closed_call_p,
     custom_jvp_call_p,
-    custom_lin_p,
     custom_vjp_call_p,
     inner_jaxpr,
     jit_p,
@@ -38,7 +37,6 @@ from jaxfn._compat import (
     name_p,
     remat_p,
     scan_sizes,
-    while_sizes,
 )
 from jaxfn._traces import producer, variable, without_vmaps
 
@@ -87,14 +85,6 @@ def all_eqns(jaxpr: Any) -> Iterator[Any]:
         yield eqn
         for inner in jaxprs_in_params(eqn):
             yield from all_eqns(inner)
-
-
-def is_reverse_only(eqn: Any) -> bool:
-    """Whether an eqn computes the tangents of a `jax.custom_vjp`, as of a Function with backward alone.
-
-    `jax.jvp` of these can be traced, and raises when this eqn is evaluated.
-    """
-    return eqn.primitive is custom_lin_p
 
 
 class SubJaxpr(NamedTuple):
@@ -147,7 +137,7 @@ def _scan(eqn: Any) -> list[SubJaxpr]:
 
 
 def _while(eqn: Any) -> list[SubJaxpr]:
-    num_cond, num_body = while_sizes(eqn)
+    num_cond, num_body = eqn.params["cond_nconsts"], eqn.params["body_nconsts"]
     carry = range(num_cond + num_body, len(eqn.invars))
     cond = _subjaxpr(eqn.params["cond_jaxpr"], eqn, "while", [*range(num_cond), *carry])
     body = _subjaxpr(eqn.params["body_jaxpr"], eqn, "while", range(num_cond, len(eqn.invars)))
@@ -197,30 +187,13 @@ subjaxpr_rules: dict[Primitive | str, Callable[[Any], list[SubJaxpr]]] = {
     jax.lax.linear_solve_p: _linear_solve,
     jit_p: partial(_call, kind="jit", param="jaxpr"),
     remat_p: partial(_call, kind="checkpoint", param="jaxpr"),
-    custom_jvp_call_p: partial(_call, kind="call", param="call_jaxpr"),
-    custom_vjp_call_p: partial(_call, kind="call", param="call_jaxpr"),
-    call_p: partial(_call, kind="call", param="call_jaxpr"),
-    closed_call_p: partial(_call, kind="call", param="call_jaxpr"),
+    **dict.fromkeys(
+        (custom_jvp_call_p, custom_vjp_call_p, call_p, closed_call_p), partial(_call, kind="call", param="call_jaxpr")
+    ),
     "shard_map": partial(_call, kind="shard_map", param="jaxpr"),
     "custom_vmap_call": partial(_call, kind="call", param="call"),
     "composite": partial(_call, kind="call", param="jaxpr"),
 }
-
-
-def any_eqn(jaxpr: Any, condition: Callable[[Any], bool]) -> bool:
-    """Whether an eqn of a jaxpr, or of a sub-jaxpr, fulfils the condition."""
-    return any(condition(eqn) or any(any_eqn(sub.jaxpr, condition) for sub in subjaxprs(eqn)) for eqn in jaxpr.eqns)
-
-
-def unhandled_subjaxprs(eqn: Any) -> Iterator[tuple[str, Any]]:
-    """Yields the jaxprs in an eqn, at any depth, that `subjaxprs` has no rule for, with the primitive's name."""
-    inner = [sub.jaxpr for sub in subjaxprs(eqn)]
-    if not inner:
-        inner = [open_jaxpr(lower_jaxpr(jaxpr))[0] for jaxpr in jaxprs_in_params(eqn)]
-        yield from ((eqn.primitive.name, jaxpr) for jaxpr in inner)
-    for jaxpr in inner:
-        for inner_eqn in jaxpr.eqns:
-            yield from unhandled_subjaxprs(inner_eqn)
 
 
 def eval_jaxpr_with(
@@ -272,17 +245,6 @@ def _needed_operands(eqn: Any, results: Collection[int] | None = None) -> Sequen
     outvars = [v for i, v in enumerate(inner[0].jaxpr.outvars) if results is None or i in results]
     _, needed = needed_eqns(inner[0].jaxpr, outvars)
     return [i for v, i in zip(inner[0].jaxpr.invars, inner[0].operands, strict=True) if v in needed]
-
-
-def dependent_eqns(jaxpr: Any, variables: Sequence[Any]) -> tuple[list[Any], set[Any]]:
-    """Returns the eqns that depend on some variables of a jaxpr, in order, and all variables that do."""
-    dependent = set(variables)
-    eqns: list[Any] = []
-    for eqn in jaxpr.eqns:
-        if any(is_variable(v) and v in dependent for v in eqn.invars):
-            eqns.append(eqn)
-            dependent.update(eqn.outvars)
-    return eqns, dependent
 
 
 # Primitives whose results are their operands, one by one. Those of jaxfn are added where they are defined.

@@ -69,27 +69,22 @@ all_gather all_gather_invariant all_to_all ppermute reduce_scatter pbroadcast
 _LINEAR_IN = dict.fromkeys(_LINEAR_IN_FIRST, 0) | {triangular_solve_p: 1, tridiagonal_solve_p: 3}
 # Each result depends on one operand, that with its index.
 _ONE_BY_ONE = primitives("optimization_barrier device_put psum psum_invariant")
-_ZERO_OR_LINEAR = (_Kind.ZERO, _Kind.LINEAR)
 # JAX's own primitives. One that is in none of the tables above, and that JAX cannot transpose, is not linear.
 _OF_LAX = {x for module in (jax.lax, jax.lax.linalg) for x in vars(module).values() if isinstance(x, Primitive)}
 # Their jaxprs are not inspected.
 _OPAQUE = {linear_map_p, jax.lax.linear_solve_p, jax.lax.while_p}
 
 
-def is_linear(
-    function: Callable[..., Any], avals: Sequence[Any], constants: Sequence[Any] = (), unused: Sequence[Any] = ()
-) -> bool:
+def is_linear(function: Callable[..., Any], avals: Sequence[Any]) -> bool:
     """Whether no operation of a function is known to be nonlinear. JAX does not transpose the others.
 
     Args:
       function: Takes arrays and returns a list of arrays.
-      avals: The types of the arguments in which it ought to be linear.
-      constants: The types of further arguments.
-      unused: The types of further arguments, on which the results ought not to depend.
+      avals: The types of its arguments.
     """
-    kinds = [_Kind.LINEAR] * len(avals) + [_Kind.CONSTANT] * len(constants) + [_Kind.OTHER] * len(unused)
-    jaxpr, consts = open_jaxpr(make_jaxpr(function, *map(shape_struct, [*avals, *constants, *unused])))
-    return all(kind in _ZERO_OR_LINEAR for kind in _kinds_in_jaxpr(jaxpr, consts, kinds, []))
+    jaxpr, consts = open_jaxpr(make_jaxpr(function, *map(shape_struct, avals)))
+    kinds = _kinds_in_jaxpr(jaxpr, consts, [_Kind.LINEAR] * len(avals), [])
+    return all(kind in (_Kind.ZERO, _Kind.LINEAR) for kind in kinds)
 
 
 def describe_nonlinearity(function: Callable[..., Any], avals: Sequence[Any]) -> str:

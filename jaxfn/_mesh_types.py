@@ -6,9 +6,8 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 
-from jaxfn._compat import cotangent_sharding, varying_axes
+from jaxfn._compat import varying_axes
 
 
 def is_sharded(value: Any) -> bool:
@@ -21,11 +20,6 @@ def pcast_like(value: jax.Array, aval: Any) -> jax.Array:
     """Makes a value vary over all manual mesh axes over which another one varies."""
     missing = varying_axes(aval) - varying_axes(jax.typeof(value))
     return jax.lax.pcast(value, tuple(sorted(missing)), to="varying") if missing else value
-
-
-def zeros_in_place_of(value: jax.ShapeDtypeStruct) -> jax.Array:
-    """Returns zeros of a type, with its sharding over explicit axes, and varying over its manual axes."""
-    return pcast_like(jnp.zeros_like(value), value)
 
 
 def match_tangent(tangent: jax.Array, aval: Any) -> jax.Array:
@@ -47,7 +41,8 @@ def _match_cotangent(cotangent: jax.Array, aval: Any) -> jax.Array:
     surplus = varying_axes(jax.typeof(cotangent)) - varying_axes(aval)
     if surplus:
         cotangent = jax.lax.psum(cotangent, tuple(sorted(surplus)))
-    return pcast_like(_reshard(cotangent, cotangent_sharding(aval)), aval)
+    # The sharding of a cotangent is that of the value with `reduced` and `unreduced` axes swapped.
+    return pcast_like(_reshard(cotangent, aval.to_ct_aval().sharding), aval)
 
 
 def _reshard(value: jax.Array, sharding: Any) -> jax.Array:

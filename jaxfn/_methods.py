@@ -239,14 +239,6 @@ class UserMethods:
                 stacklevel=2,
             )
 
-    def warn_of_dirty(self) -> None:
-        """Warns that `mark_dirty` does not change the caller's array."""
-        self.warn_once(
-            "dirty",
-            f"{self.name}: mark_dirty on a JAX array does not change the caller's array; use the returned one. To "
-            "write in place, pass a jax.Ref.",
-        )
-
     def warn_once(self, topic: str, message: str) -> None:
         """Warns if there was no warning of this topic for the Function before."""
         if topic not in self._warned:

@@ -3,97 +3,25 @@
 from __future__ import annotations
 
 import re
-import threading
-from collections.abc import Callable, Generator, Hashable, Iterable, Sequence
-from contextlib import contextmanager
+from collections.abc import Hashable, Iterable, Sequence
 from contextvars import ContextVar
-from dataclasses import dataclass, field
 from enum import Enum
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import jax
 
-from jaxfn._compat import VmapAxis, make_primitive, record_source_lines
+from jaxfn._compat import VmapAxis, make_identity
 from jaxfn._jaxpr import identity_primitives
-from jaxfn._traces import is_ref, staging_traces
+from jaxfn._traces import is_ref
 from jaxfn._tree import TreeSpec, as_array, is_array_leaf, is_jax_type, is_traced, leaves_with_path, replace_at
 
-_Results = TypeVar("_Results")
-
-
-@dataclass(eq=False)
-class CallMonitor:
-    """A monitor of calls: what a check of derivatives learns of each, and how Functions run for the check.
-
-    # Note: JAX's caches
-
-    The active monitor is part of the keys of JAX's caches. Monitors with equal options are equal, so that JAX has the
-    jaxprs of jax.numpy's functions from earlier checks, but only as long as the caches have no jaxpr that contains a
-    call which the next monitor has to see: after a call in such a jaxpr, new monitors differ from all earlier ones.
-    """
-
-    bypass_rules: bool  # whether outermost Functions run as their bare `forward`, which JAX then differentiates
-    stops_intermediates: bool = False  # whether saved intermediates have no derivative, as in torch
-    # The Functions that were called, in order, each once.
-    functions: dict[Any, None] = field(default_factory=dict[Any, None])
-    # The gradients that `backward` returned in another dtype than its input's: (where, returned, expected).
-    casts: dict[tuple[str, str, str], None] = field(default_factory=dict[tuple[str, str, str], None])
-    # The differentiated inputs for which `backward` returned `None`: (method, input).
-    without_gradient: dict[tuple[str, str], None] = field(default_factory=dict[tuple[str, str], None])
-    # Whether a method may depend on what is differentiated: it read `ctx.needs_input_grad`, or receives `None`.
-    reads_perturbation: bool = False
-    _trace: Any = None  # the one in which the monitor was activated
-    _epoch: object = field(default_factory=lambda: _epochs.current)
-
-    def __hash__(self) -> int:
-        return hash((self.bypass_rules, self.stops_intermediates, id(self._epoch)))
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, CallMonitor) and (
-            (self.bypass_rules, self.stops_intermediates) == (other.bypass_rules, other.stops_intermediates)
-            and self._epoch is other._epoch
-        )
-
-    @contextmanager
-    def active(self) -> Generator[None]:
-        """Activates the monitor."""
-        before, self._trace = self._trace, _staging_trace()
-        try:
-            with CALL_MONITOR(self):
-                yield
-        finally:
-            self._trace = before
-
-    def note_trace(self) -> None:
-        """Makes later monitors differ if JAX may cache the jaxpr that is being traced."""
-        if _staging_trace() is not self._trace:
-            self.end_epoch()
-
-    @staticmethod
-    def end_epoch() -> None:
-        """Makes later monitors differ from earlier ones."""
-        _epochs.current = object()
-
-
-def _staging_trace() -> Any:
-    return next(iter(staging_traces()), None)
-
-
-class _Epochs(threading.local):
-    """The current epoch of a thread: monitors of one epoch are equal if their options are."""
-
-    def __init__(self) -> None:
-        self.current = object()
-
-
-_epochs = _Epochs()
 CALL_MONITOR: Any = jax.make_user_context(default_value=None)
-"""Its `value` is the active `CallMonitor`, if any, which `with monitor.active():` sets."""
+"""Its `value` is the active `CallMonitor` of gradcheck, if any, which `with monitor.active():` sets."""
 
 
-def active_monitor() -> CallMonitor | None:
-    """Returns the active monitor, for what it has to see; or `None`."""
-    monitor: CallMonitor | None = CALL_MONITOR.value
+def active_monitor() -> Any:
+    """Returns the active `CallMonitor`, for what it has to see; or `None`."""
+    monitor: Any = CALL_MONITOR.value
     if monitor is not None:
         monitor.note_trace()
     return monitor
@@ -155,10 +83,6 @@ def label_arrays(arrays: Sequence[Any], labels: Sequence[Hashable]) -> list[Any]
     return label_p.bind(*arrays, labels=tuple(labels), num_arrays=len(arrays)) if arrays else []
 
 
-def _label_jvp(primals: Sequence[Any], tangents: Sequence[Any], **params: Any) -> tuple[list[Any], Sequence[Any]]:
-    return label_p.bind(*primals, **params), tangents[: params["num_arrays"]]
-
-
 def _batch_label(
     axis: VmapAxis, operands: Sequence[Any], dims: Sequence[Any], *, labels: Any, num_arrays: int
 ) -> tuple[list[Any], Sequence[Any]]:
@@ -169,35 +93,8 @@ def _batch_label(
     return label_p.bind(*arrays, *values, labels=labels, num_arrays=num_arrays), dims[:num_arrays]
 
 
-def _transpose_label(cotangents: Sequence[Any], *operands: Any, labels: Any, num_arrays: int) -> list[Any]:
-    """Leaves out the values: where reverse mode transposes a `jvp`, its tangents have none."""
-    return [*cotangents, *[None] * (len(operands) - num_arrays)]
-
-
-def _evaluate_label(*operands: Any, labels: Any, num_arrays: int) -> list[Any]:
-    return list(operands[:num_arrays])
-
-
-label_p = make_primitive(
-    "label", evaluate=_evaluate_label, jvp=_label_jvp, batch=_batch_label, transpose=_transpose_label
-)
+label_p = make_identity("label", _batch_label)
 identity_primitives.add(label_p)
-
-
-def observe(
-    function: str,
-    method: str,
-    call: Callable[[Sequence[Any]], _Results],
-    arrays: Sequence[Any],
-    role: str,
-    names: Sequence[str],
-    label_results: Callable[[_Results], _Results],
-) -> _Results:
-    """Calls a method of a Function by `call`, which takes the arrays; labels these and the results."""
-    arrays = label_present(arrays, function, method, role, names)
-    with record_source_lines():
-        results = call(arrays)
-    return label_results(results)
 
 
 def label_present(arrays: Sequence[Any], function: str, method: str, role: str, names: Sequence[str]) -> list[Any]:

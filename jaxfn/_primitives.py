@@ -7,14 +7,14 @@ identity that raises where a derivative of its results is used.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import Any, NoReturn
 
 import jax
 from jax.custom_derivatives import SymbolicZero
 
-from jaxfn._compat import VmapAxis, make_primitive, new_owner, zeros_of
+from jaxfn._compat import VmapAxis, make_identity, make_primitive, new_owner, zeros_of
 from jaxfn._diagnostics import hide_own_frames
 from jaxfn._jaxpr import identity_primitives, shares_batch, subjaxpr_rules, traced_impl
 from jaxfn._mesh_types import pcast_like
@@ -30,23 +30,11 @@ def tie(arrays: Sequence[Any], sources: Sequence[Any]) -> list[Any]:
     return [x if not is_inexact(x.dtype) or shares_batch(x, sources) else tie_p.bind(x, *sources)[0] for x in arrays]
 
 
-def _evaluate_tie(array: Any, *sources: Any) -> list[Any]:
-    return [array]
-
-
-def _tie_jvp(primals: Sequence[Any], tangents: Sequence[Any]) -> tuple[list[Any], Sequence[Any]]:
-    return tie_p.bind(*primals), tangents[:1]
-
-
 def _batch_tie(axis: VmapAxis, operands: Sequence[Any], dims: Sequence[Any]) -> tuple[list[Any], list[int]]:
     return tie_p.bind(axis.to_axis_0(operands[0], dims[0]), *operands[1:]), [0]
 
 
-def _transpose_tie(cotangents: Sequence[Any], *operands: Any) -> list[Any]:
-    return [*cotangents, *[None] * (len(operands) - 1)]
-
-
-tie_p = make_primitive("tie", evaluate=_evaluate_tie, jvp=_tie_jvp, batch=_batch_tie, transpose=_transpose_tie)
+tie_p = make_identity("tie", _batch_tie)
 
 
 class LinearMap:
@@ -150,8 +138,7 @@ linear_map_p = make_primitive(
     batch=_batch_linear_map,
     transpose=_transpose_linear_map,
     on_transpose_error=hide_own_frames,
-    may_use_axis_names=True,
-    lower_as_function=True,
+    runs_user_code=True,
 )
 identity_primitives.add(tie_p)
 subjaxpr_rules[linear_map_p] = partial(traced_impl, param="linear_map")
@@ -163,16 +150,16 @@ class DeferredError:
 
     Args:
       error: The class of the exception.
-      message: Its text, or what returns it.
+      message: Its text.
     """
 
-    def __init__(self, error: type[Exception], message: str | Callable[[], str]) -> None:
+    def __init__(self, error: type[Exception], message: str) -> None:
         self._error = error
         self._message = message
 
     def throw(self) -> NoReturn:
         """Raises the error."""
-        raise self._error(self._message if isinstance(self._message, str) else self._message())
+        raise self._error(self._message)
 
 
 class ErrorMap(LinearMap):

@@ -52,19 +52,12 @@ def forward_with_vmap(methods: UserMethods, spec: InputSpec, ctx: FunctionCtx, a
         spec.check_inputs_unchanged(methods.name, inputs, arrays, returned.originals)
         return returned
 
-    output_specs: list[OutputSpec] = []
-
-    def forward(*arrays: Any) -> tuple[Sequence[Any], Sequence[Any]]:
+    @custom_vmap
+    def batchable(*arrays: Any) -> _Outputs:
         inputs = spec.unflatten(arrays)
         returned = methods.forward_alone(spec, inputs)
         spec.check_inputs_unchanged(methods.name, inputs, arrays, returned.originals)
-        output_specs.append(returned.spec)
-        return returned.arrays, ()
-
-    @custom_vmap
-    def batchable(*arrays: Any) -> _Outputs:
-        results, _ = forward(*arrays)
-        return _Outputs(output_specs[-1], results)
+        return _Outputs(returned.spec, returned.arrays)
 
     @batchable.def_vmap
     def _(axis_size: int, in_batched: Sequence[bool], *arrays: Any) -> tuple[_Outputs, _Outputs]:

@@ -23,11 +23,12 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.ref import AbstractRef
 
-from jaxfn._compat import AbstractRef, eqn_source_line, lower_jaxpr
-from jaxfn._inspection.harvest import Path
+from jaxfn._compat import eqn_source_line, lower_jaxpr
+from jaxfn._inspection.harvest import Path, any_eqn
 from jaxfn._inspection.interpreter import EqnInterpreter, Frame, NonFiniteValue, first_non_finite
-from jaxfn._jaxpr import SubJaxpr, any_eqn, is_variable, open_jaxpr
+from jaxfn._jaxpr import SubJaxpr, is_variable, open_jaxpr
 from jaxfn._observe import OBSERVATION, Observation, label_p, named_line
 from jaxfn._tree import TreeSpec, flatten, is_traced, leaves_with_path
 

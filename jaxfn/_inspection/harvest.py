@@ -17,7 +17,7 @@ identified by its path: indices of eqns and of their sub-jaxprs, the outermost f
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
@@ -25,7 +25,8 @@ from typing import Any, NamedTuple
 import jax
 from jax.sharding import PartitionSpec
 
-from jaxfn._compat import (
+from jaxfn._compat import lower_jaxpr
+from jaxfn._inspection._compat import (
     eqn_scope,
     eval_eqn,
     is_plain_jit,
@@ -33,7 +34,7 @@ from jaxfn._compat import (
     manual_axes,
     platforms_of_branches,
 )
-from jaxfn._jaxpr import SubJaxpr, any_eqn, eval_jaxpr_with, subjaxprs, unhandled_subjaxprs
+from jaxfn._jaxpr import SubJaxpr, eval_jaxpr_with, jaxprs_in_params, open_jaxpr, subjaxprs
 from jaxfn._primitives import DeferredError, guard
 from jaxfn._traces import staging_traces
 from jaxfn._tree import is_inexact
@@ -72,6 +73,22 @@ class Probe:
         """Raises if a jaxpr that cannot be harvested, described by `what`, has values to harvest."""
 
 
+def any_eqn(jaxpr: Any, condition: Callable[[Any], bool]) -> bool:
+    """Whether an eqn of a jaxpr, or of a sub-jaxpr, fulfils the condition."""
+    return any(condition(eqn) or any(any_eqn(sub.jaxpr, condition) for sub in subjaxprs(eqn)) for eqn in jaxpr.eqns)
+
+
+def _unhandled_subjaxprs(eqn: Any) -> Iterator[tuple[str, Any]]:
+    """Yields the jaxprs in an eqn, at any depth, that `subjaxprs` has no rule for, with the primitive's name."""
+    inner = [sub.jaxpr for sub in subjaxprs(eqn)]
+    if not inner:
+        inner = [open_jaxpr(lower_jaxpr(jaxpr))[0] for jaxpr in jaxprs_in_params(eqn)]
+        yield from ((eqn.primitive.name, jaxpr) for jaxpr in inner)
+    for jaxpr in inner:
+        for inner_eqn in jaxpr.eqns:
+            yield from _unhandled_subjaxprs(inner_eqn)
+
+
 def harvest(
     jaxpr: Any, consts: Sequence[Any], arguments: Sequence[Any], probe: Probe, path: Path = ()
 ) -> tuple[list[Any], Harvest]:
@@ -85,7 +102,7 @@ def harvest(
                 results, harvested_inside = harvest_subjaxprs(eqn, operands, probe, eqn_path)
             harvested.update(harvested_inside)
         else:
-            for name, unhandled in unhandled_subjaxprs(eqn):
+            for name, unhandled in _unhandled_subjaxprs(eqn):
                 probe.check_unreachable(unhandled, name)
             results = _eval_unchanged(eqn, inner, operands)
         if probe.is_wanted(eqn):

@@ -12,9 +12,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxfn._compat import lower_jaxpr
-from jaxfn._inspection.harvest import EqnLocation, Harvest, Probe, harvest, location_of
-from jaxfn._jaxpr import any_eqn, open_jaxpr
-from jaxfn._mesh_types import zeros_in_place_of
+from jaxfn._inspection.harvest import EqnLocation, Harvest, Probe, any_eqn, harvest, location_of
+from jaxfn._jaxpr import open_jaxpr
+from jaxfn._mesh_types import pcast_like
 from jaxfn._observe import LOG, LOG_DEPTH, OBSERVATION, Observation, label_p
 from jaxfn._primitives import DeferredError, guard
 from jaxfn._tree import flatten, is_inexact, is_key
@@ -158,7 +158,7 @@ class _Logs(Probe):
         return [jnp.asarray(x) for x in operands[eqn.params["num_arrays"] :]]
 
     def absent(self, value: Any) -> Any:
-        zeros = zeros_in_place_of(value)
+        zeros = pcast_like(jnp.zeros_like(value), value)
         if jnp.issubdtype(value.dtype, jnp.bool_) or is_key(value):
             return zeros
         return zeros + np.array(jnp.nan if is_inexact(value.dtype) else jnp.iinfo(value.dtype).min, value.dtype)

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.core import AbstractValue
 
-from jaxfn._compat import make_jaxpr, memory_space, name_p
+from jaxfn._compat import make_jaxpr, name_p
 from jaxfn._inspection.reports import aligned, html_table
 from jaxfn._jaxpr import SubJaxpr, is_any_of, is_variable, open_jaxpr, primitives, subjaxprs
 from jaxfn._observe import OBSERVATION, Label, Observation, label_p
@@ -359,7 +359,7 @@ class _Passes:
                 nbytes,
                 "input" if argument else "intermediate",
                 argument=argument,
-                is_on_host=is_traced and memory_space(saved) == jax.memory.Space.Host,
+                is_on_host=is_traced and saved.aval.memory_space == jax.memory.Space.Host,
             )
             if not is_traced or saved in constants:
                 row = row._replace(kind="constant")

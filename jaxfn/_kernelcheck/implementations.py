@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import os
+import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import jaxlib
 import numpy as np
 from jax.tree_util import keystr, tree_flatten_with_path
 
-from jaxfn._diagnostics import error_location
 from jaxfn._kernelcheck.arguments import Arguments, Arrays
 from jaxfn._tree import is_array_leaf, is_inexact
 
@@ -154,9 +156,24 @@ class KernelError(Exception):
 
     def __init__(self, error: Exception) -> None:
         name, text = type(error).__name__, str(error).strip().partition("\n")[0]
-        location = error_location(error)
+        location = _location(error)
         super().__init__(f"it raised {name}: {text}" + (f" ({location})" if location else ""))
         self.raised = f"{name} at {location}" if location else f"{name}: {text}"
+
+
+# Each ends with the separator, so that a sibling such as jaxfn2 or jax_kernels does not count.
+_FILES = (os.path.dirname(__file__), jax.__file__, jaxlib.__file__, np.__file__)
+_FOLDERS = tuple(os.path.join(os.path.dirname(file), "") for file in _FILES)
+
+
+def _location(error: Exception) -> str | None:
+    """Returns the last line of user code that raised an error, "file:line"; `None` if there is none."""
+    lines = [
+        f"{frame.f_code.co_filename}:{line}"
+        for frame, line in traceback.walk_tb(error.__traceback__)
+        if not frame.f_code.co_filename.startswith(_FOLDERS)
+    ]
+    return lines[-1] if lines else None
 
 
 def run_on_host(run: Callable[..., Any], *args: Any) -> Results:

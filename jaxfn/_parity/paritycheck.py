@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from jaxfn._observe import CallMonitor
+from jaxfn._gradcheck.problem.monitor import CallMonitor
 from jaxfn._parity.backends import JaxBackend, Measurements, TorchBackend, first_line
 from jaxfn._parity.comparison import compare, errors, rounding
 from jaxfn._parity.inputs import Array, Inputs

@@ -11,12 +11,14 @@ from typing import Any, ClassVar, TypeAlias
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.custom_derivatives import SymbolicZero
 
-from jaxfn._compat import SymbolicZero, closed_call_p, is_code_of_jax
+from jaxfn._compat import closed_call_p, custom_lin_p
+from jaxfn._gradcheck.problem.monitor import CallMonitor
 from jaxfn._gradcheck.problem.problem import Leaf, LeafFunction, Problem
 from jaxfn._gradcheck.problem.staging import HAVE_RULES, LAX_PRIMITIVES, JaxprFunction, stage, stage_without_x64
-from jaxfn._jaxpr import identity_primitives, is_any_of, is_reverse_only, jaxprs_in_params, open_jaxpr, subjaxpr_rules
-from jaxfn._observe import CallMonitor
+from jaxfn._inspection._compat import is_code_of_jax
+from jaxfn._jaxpr import identity_primitives, is_any_of, jaxprs_in_params, open_jaxpr, subjaxpr_rules
 from jaxfn._primitives import linear_map_p
 from jaxfn._tree import conjugate
 
@@ -406,7 +408,8 @@ class _Tracer:
         cached = [jaxpr for eqn in traced.eqns if eqn.primitive not in HAVE_RULES for jaxpr in jaxprs_in_params(eqn)]
         if any(jaxpr.eqns and not is_code_of_jax(jaxpr) for jaxpr in cached):
             CallMonitor.end_epoch()
-        if any(map(is_reverse_only, traced.eqns)):
+        # It computes the tangents of a `jax.custom_vjp`, and raises when it is evaluated.
+        if any(eqn.primitive is custom_lin_p for eqn in traced.eqns):
             return ReverseOnlyError("it goes through a custom_vjp function, which has no forward mode")
         return traced
 

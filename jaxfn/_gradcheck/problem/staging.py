@@ -20,8 +20,9 @@ from jax.tree_util import (
     tree_unflatten,
 )
 
-from jaxfn._compat import add_jaxvals_p, custom_jvp_call_p, custom_vjp_call_p, dce_jaxpr, make_jaxpr, manual_axes
-from jaxfn._jaxpr import all_eqns, dependent_eqns, flat_params, is_variable, jaxprs_in_params, open_jaxpr
+from jaxfn._compat import add_jaxvals_p, custom_jvp_call_p, custom_vjp_call_p, dce_jaxpr, make_jaxpr
+from jaxfn._inspection._compat import manual_axes
+from jaxfn._jaxpr import all_eqns, flat_params, is_variable, jaxprs_in_params, open_jaxpr
 from jaxfn._tree import double, is_inexact
 
 # JAX's operations, which run no Python code.
@@ -75,10 +76,21 @@ class JaxprFunction:
 
     def dtypes_from_inputs(self) -> set[Any]:
         """Returns the inexact dtypes of everything that is computed from the inputs."""
-        eqns, _ = dependent_eqns(self.jaxpr, self.jaxpr.invars)
+        eqns = _dependent_eqns(self.jaxpr)
         eqns += [eqn for outer in eqns for jaxpr in jaxprs_in_params(outer) for eqn in all_eqns(jaxpr)]
         avals = [v.aval for eqn in eqns for v in eqn.outvars]
         return {aval.dtype for aval in avals if hasattr(aval, "dtype") and is_inexact(aval.dtype)}
+
+
+def _dependent_eqns(jaxpr: Any) -> list[Any]:
+    """Returns the eqns that depend on inputs of a jaxpr, in order."""
+    dependent = set(jaxpr.invars)
+    eqns: list[Any] = []
+    for eqn in jaxpr.eqns:
+        if any(is_variable(v) and v in dependent for v in eqn.invars):
+            eqns.append(eqn)
+            dependent.update(eqn.outvars)
+    return eqns
 
 
 def stage(function: Callable[..., Any], *args: Any) -> JaxprFunction:

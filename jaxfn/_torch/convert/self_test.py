@@ -15,8 +15,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import torch
+from jax.core import eval_context
 
-from jaxfn._compat import eval_context
 from jaxfn._torch.convert.function_class import convert_function_class
 from jaxfn._torch.convert.nested import NESTED_APPLY
 from jaxfn._torch.convert.torch_callable import convert_callable

@@ -8,8 +8,8 @@ from typing import Any
 
 import jax
 from jax import Array, lax
+from jax.custom_derivatives import SymbolicZero
 
-from jaxfn._compat import SymbolicZero
 from jaxfn._mesh_types import match_cotangents
 from jaxfn._primitives import LinearMap, bind_linear_map
 

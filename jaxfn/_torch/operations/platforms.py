@@ -9,8 +9,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
+from jax.custom_derivatives import SymbolicZero
 
-from jaxfn._compat import SymbolicZero
 from jaxfn._mesh_types import is_sharded
 from jaxfn._primitives import LinearMap, bind_linear_map
 
