@@ -115,9 +115,9 @@ def _enclosing(trace: Any) -> Iterator[Any]:
         trace = getattr(trace, "parent_trace", None)
 
 
-def staging_traces() -> list[Any]:
-    """Returns the traces that stage to jaxprs here, the innermost first: none outside `jit`."""
-    return [trace for trace in _enclosing(find_top_trace(())) if hasattr(trace, "frame")]
+def staging_trace() -> Any:
+    """Returns the innermost trace that stages to a jaxpr here; `None` outside `jit`."""
+    return next((trace for trace in _enclosing(find_top_trace(())) if hasattr(trace, "frame")), None)
 
 
 def manual_axes_here() -> Sequence[str]:
@@ -147,8 +147,8 @@ class NewConstants:
     """The constants that the jaxpr being traced gets from now on."""
 
     def __init__(self) -> None:
-        traces = staging_traces() if CAN_READ_EQNS else []
-        self._constants = traces[0].frame.constvar_to_val if traces else {}
+        trace = staging_trace() if CAN_READ_EQNS else None
+        self._constants = {} if trace is None else trace.frame.constvar_to_val
         self._before = len(self._constants)
 
     def any(self, condition: Callable[[Any], bool]) -> bool:
@@ -173,7 +173,7 @@ def _can_read_eqns() -> bool:
     def probe(x: Any) -> Any:
         y = jax.lax.stop_gradient_p.bind(x)
         eqn, index = producer(y) or (None, None)
-        constants = staging_traces()[0].frame.constvar_to_val
+        constants = staging_trace().frame.constvar_to_val
         found.append(
             eqn is not None
             and (index, eqn.primitive, eqn.invars[0].val) == (0, jax.lax.stop_gradient_p, x.val)

@@ -36,7 +36,7 @@ from jaxfn._inspection._compat import (
 )
 from jaxfn._jaxpr import SubJaxpr, eval_jaxpr_with, jaxprs_in_params, open_jaxpr, subjaxprs
 from jaxfn._primitives import DeferredError, guard
-from jaxfn._traces import staging_traces
+from jaxfn._traces import staging_trace
 from jaxfn._tree import is_inexact
 
 Path = tuple[int, ...]
@@ -122,7 +122,7 @@ def _eval_unchanged(eqn: Any, inner: list[SubJaxpr], operands: list[Any]) -> Seq
 
 def _compiled(run: Callable[..., Any]) -> Callable[..., Any]:
     """Returns the function compiled: eagerly, JAX rejects a custom_vjp inside a `shard_map` (0.10.0 to 0.12.0)."""
-    return run if staging_traces() else jax.jit(run)
+    return jax.jit(run) if staging_trace() is None else run
 
 
 def harvest_subjaxprs(
@@ -154,7 +154,7 @@ class _Inside:
         return tuple(results), harvested
 
     def jit(self) -> tuple[Sequence[Any], Harvest]:
-        if is_plain_jit(self.eqn) and not staging_traces():  # it would be compiled again at every call
+        if is_plain_jit(self.eqn) and staging_trace() is None:  # it would be compiled again at every call
             return self.results_of_first(*self.operands)
 
         def run(*operands: Any) -> tuple[Sequence[Any], Harvest]:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from jaxfn._observe import CALL_MONITOR
-from jaxfn._traces import staging_traces
+from jaxfn._traces import staging_trace
 
 
 @dataclass(eq=False)
@@ -48,7 +48,7 @@ class CallMonitor:
     @contextmanager
     def active(self) -> Generator[None]:
         """Activates the monitor."""
-        before, self._trace = self._trace, _staging_trace()
+        before, self._trace = self._trace, staging_trace()
         try:
             with CALL_MONITOR(self):
                 yield
@@ -57,17 +57,13 @@ class CallMonitor:
 
     def note_trace(self) -> None:
         """Makes later monitors differ if JAX may cache the jaxpr that is being traced."""
-        if _staging_trace() is not self._trace:
+        if staging_trace() is not self._trace:
             self.end_epoch()
 
     @staticmethod
     def end_epoch() -> None:
         """Makes later monitors differ from earlier ones."""
         _epochs.current = object()
-
-
-def _staging_trace() -> Any:
-    return next(iter(staging_traces()), None)
 
 
 class _Epochs(threading.local):

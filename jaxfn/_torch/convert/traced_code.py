@@ -43,7 +43,7 @@ from jaxfn._torch.values.arrays import jax_dtype, torch_dtype
 from jaxfn._torch.values.errors import DataDependentError, EscapedNumberError, SelectionError, TranslationError
 from jaxfn._torch.values.flatten import Slot, flatten_tensors, is_size, slots, unflatten_tensors
 from jaxfn._torch.values.trace_cache import LRUCache, static_key, torch_settings_key
-from jaxfn._traces import innermost, staging_traces
+from jaxfn._traces import innermost, staging_trace
 
 _UNDER_JIT = NoValues(
     "Call it outside jax.jit, where it has values; let torch run it, by from_torch(..., fallback='callback'); or write "
@@ -153,7 +153,7 @@ class TracedCode:
         """
         self._check_runnable(key)
         with self._naming_errors():
-            if known is None and (not self._indices or staging_traces()):
+            if known is None and (not self._indices or staging_trace() is not None):
                 return self._run(arrays, key, self._constants())[: self._num_results]
             run = self._run_compiled_with_checks if known is None else self._run_with_checks
             results, _, extremes = run(arrays, key, self._constants(), known)

@@ -27,7 +27,7 @@ from jaxfn._torch.graph.interpreter import TranslatedGraph, unsupported_message
 from jaxfn._torch.graph.source_lines import Line, format_line
 from jaxfn._torch.values.arrays import jax_dtype
 from jaxfn._torch.values.errors import DataDependentError, TranslationError
-from jaxfn._traces import elements_under_vmaps, is_concrete, manual_axes_here, staging_traces
+from jaxfn._traces import elements_under_vmaps, is_concrete, manual_axes_here, staging_trace
 
 STAYS = "stays"  # The source of a number's "answer" if it is not read.
 
@@ -214,7 +214,7 @@ class CallValues:
 
 def are_concrete(arrays: Iterable[Any]) -> bool:
     """Whether arrays have values here, perhaps under derivatives and `jax.vmap`."""
-    return not (staging_traces() or manual_axes_here()) and all(map(is_concrete, arrays))
+    return staging_trace() is None and not manual_axes_here() and all(map(is_concrete, arrays))
 
 
 def to_bytes(arrays: Sequence[jax.Array]) -> jax.Array:
