@@ -339,8 +339,11 @@ def _bwd(flat: list[Any], results: CallResults) -> tuple[None, list[Any]]:
     outputs, intermediates = list(map(_without_zero, results.outputs)), list(map(_without_zero, results.intermediates))
     has_output, has_intermediate = (any(ct is not None for ct in part) for part in (outputs, intermediates))
     cotangents: list[Any] = [None] * (len(call.flags) + len(call.tracers))
-    if taken.captures_perturbed and has_output:
-        _captured_error(call).throw()
+    if taken.captures_perturbed and has_output:  # not all that JAX differentiates by is used, as in a checkpoint
+        indices = [i for i, x in enumerate(call.tracers[: call.num_forward_tracers]) if is_inexact(x.dtype)]
+        error_map = ErrorMap([jax.typeof(call.tracers[i]).to_tangent_aval() for i in indices], _captured_error(call))
+        errors = bind_linear_map(error_map, (), [ct for ct in outputs if ct is not None])
+        cotangents = replace_at([len(call.flags) + i for i in indices], cotangents, errors)
     if has_output or not has_intermediate:
         cotangents[: len(call.flags)] = _pull(taken.derivative, leaves, outputs)
     if taken.intermediates is not None and has_intermediate:
