@@ -48,20 +48,16 @@ class Intermediates(LinearMap):
         self._perturbed = perturbed
         self._treedef = treedef
         self.indices = [i for i, x in enumerate(intermediates) if is_inexact(x.dtype)]
-        self._avals = [jax.typeof(intermediates[i]).to_tangent_aval() for i in self.indices]
+        self.avals = [jax.typeof(intermediates[i]).to_tangent_aval() for i in self.indices]
         monitor = active_monitor()
         self._are_constants = monitor is not None and monitor.stops_intermediates
-
-    @property
-    def avals(self) -> Sequence[Any]:
-        return self._avals
 
     def __repr__(self) -> str:
         return self._forward_pass.spec.name
 
     def apply(self, residuals: Sequence[Any], tangents: Sequence[Any]) -> list[jax.Array]:
         if self._are_constants:
-            return list(map(zeros_of, self._avals))
+            return list(map(zeros_of, self.avals))
         function, values = self._function(residuals)
         try:
             return list(jax.jvp(function, values, list(tangents))[1])
@@ -73,7 +69,7 @@ class Intermediates(LinearMap):
         if self._are_constants:
             return [None] * len(self._perturbed)
         function, values = self._function(residuals)
-        cts = [zeros_of(aval) if ct is None else ct for ct, aval in zip(cotangents, self._avals, strict=True)]
+        cts = [zeros_of(aval) if ct is None else ct for ct, aval in zip(cotangents, self.avals, strict=True)]
         try:
             return list(jax.vjp(function, *values)[1](cts))
         except Exception as error:

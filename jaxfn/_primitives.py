@@ -40,10 +40,8 @@ tie_p = make_identity("tie", _batch_tie)
 class LinearMap:
     """A linear function of tangents that depends on residuals, and its transpose."""
 
-    @property
-    def avals(self) -> Sequence[Any]:
-        """The types of its results."""
-        raise NotImplementedError
+    avals: Sequence[Any]
+    """The types of its results."""
 
     def apply(self, residuals: Sequence[Any], tangents: Sequence[Any]) -> list[jax.Array]:
         """Returns tangents of the outputs for tangents of the inputs."""
@@ -63,11 +61,8 @@ class _BatchedLinearMap(LinearMap):
         self._linear_map = linear_map
         self._axis = axis
         self._in_axes = (list(residual_dims), out_axis)
-
-    @property
-    def avals(self) -> Sequence[Any]:
-        avals = self._linear_map.avals
-        return avals if self._in_axes[1] is None else list(map(self._axis.batched_aval, avals))
+        avals = linear_map.avals
+        self.avals = avals if out_axis is None else list(map(axis.batched_aval, avals))
 
     def apply(self, residuals: Sequence[Any], tangents: Sequence[Any]) -> list[jax.Array]:
         return self._axis.vmap(self._linear_map.apply, self._in_axes)(list(residuals), list(tangents))
@@ -166,12 +161,8 @@ class ErrorMap(LinearMap):
     """The derivative of arrays that raise where their derivative is used."""
 
     def __init__(self, avals: Sequence[Any], error: DeferredError) -> None:
-        self._avals = avals
+        self.avals = avals
         self._error = error
-
-    @property
-    def avals(self) -> Sequence[Any]:
-        return self._avals
 
     def apply(self, residuals: Sequence[Any], tangents: Sequence[Any]) -> list[jax.Array]:
         self._error.throw()

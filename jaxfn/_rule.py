@@ -461,10 +461,7 @@ class _DerivativeMap(LinearMap):
 
     def __init__(self, derivative: Differentiation) -> None:
         self._derivative = derivative
-
-    @property
-    def avals(self) -> list[Any]:
-        return self._derivative.avals
+        self.avals = derivative.avals
 
     def __repr__(self) -> str:
         return self._derivative.forward_pass.spec.name
@@ -518,11 +515,7 @@ class _LinearityCheck(LinearMap):
 
     def __init__(self, derivative: Differentiation, avals: Sequence[Any]) -> None:
         self._derivative = derivative
-        self._avals = avals
-
-    @property
-    def avals(self) -> Sequence[Any]:
-        return self._avals
+        self.avals = avals
 
     def apply(self, residuals: Sequence[Any], tangents: Sequence[Any]) -> list[jax.Array]:
         return list(tangents[len(self._derivative.perturbed) :])

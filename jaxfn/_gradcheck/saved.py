@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from jax.tree_util import tree_leaves, tree_unflatten
 
-from jaxfn._compat import jit_p
+from jaxfn._compat import eval_eqn, is_plain_jit, jit_p
 from jaxfn._gradcheck.compare import Comparison
 from jaxfn._gradcheck.evaluation.batches import BatchedEvaluator
 from jaxfn._gradcheck.evaluation.execution import ExecutionMode
@@ -29,7 +29,6 @@ from jaxfn._gradcheck.evaluation.vectors import Arrays, random_vectors
 from jaxfn._gradcheck.problem.derivatives import ADMode
 from jaxfn._gradcheck.problem.staging import JaxprFunction, stage
 from jaxfn._gradcheck.projections import Projections
-from jaxfn._inspection._compat import eval_eqn, is_plain_jit
 from jaxfn._jaxpr import eval_jaxpr_with, subjaxprs
 from jaxfn._observe import OBSERVATION, Label, Observation, label_p
 from jaxfn._tree import is_inexact

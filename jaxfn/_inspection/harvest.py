@@ -25,12 +25,12 @@ from typing import Any, NamedTuple
 import jax
 from jax.sharding import PartitionSpec
 
-from jaxfn._compat import lower_jaxpr
-from jaxfn._inspection._compat import (
+from jaxfn._compat import (
     eqn_scope,
     eval_eqn,
     is_plain_jit,
     jit_options,
+    lower_jaxpr,
     manual_axes,
     platforms_of_branches,
 )

@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxfn._inspection._compat import eqn_scope, eval_eqn
+from jaxfn._compat import eqn_scope, eval_eqn
 from jaxfn._inspection.harvest import Path, split_operands
 from jaxfn._jaxpr import SubJaxpr, eval_jaxpr_with, subjaxprs
 from jaxfn._tree import is_inexact

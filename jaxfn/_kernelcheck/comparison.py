@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxfn._inspection._compat import compile_as_written, compile_quickly
+from jaxfn._compat import compile_as_written, compile_quickly
 from jaxfn._kernelcheck.arguments import Arguments, Arrays, add_rounding_noise, rounded, sample_nearby
 from jaxfn._kernelcheck.error_bounds import ArrayResult, ExpectedArray, ExpectedIntegers, expect
 from jaxfn._kernelcheck.float64 import promote_to_float64

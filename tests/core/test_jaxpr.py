@@ -9,8 +9,7 @@ import pytest
 from jax.sharding import PartitionSpec
 
 import jaxfn
-from jaxfn._compat import make_jaxpr
-from jaxfn._inspection._compat import eval_eqn
+from jaxfn._compat import eval_eqn, make_jaxpr
 from jaxfn._jaxpr import (
     ArrayIdentity,
     eval_jaxpr_with,

@@ -13,11 +13,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax.custom_derivatives import SymbolicZero
 
-from jaxfn._compat import closed_call_p, custom_lin_p
+from jaxfn._compat import closed_call_p, custom_lin_p, is_code_of_jax
 from jaxfn._gradcheck.problem.monitor import CallMonitor
 from jaxfn._gradcheck.problem.problem import Leaf, LeafFunction, Problem
 from jaxfn._gradcheck.problem.staging import HAVE_RULES, LAX_PRIMITIVES, JaxprFunction, stage, stage_without_x64
-from jaxfn._inspection._compat import is_code_of_jax
 from jaxfn._jaxpr import identity_primitives, is_any_of, jaxprs_in_params, open_jaxpr, subjaxpr_rules
 from jaxfn._primitives import linear_map_p
 from jaxfn._tree import conjugate

@@ -20,8 +20,7 @@ from jax.tree_util import (
     tree_unflatten,
 )
 
-from jaxfn._compat import add_jaxvals_p, custom_jvp_call_p, custom_vjp_call_p, dce_jaxpr, make_jaxpr
-from jaxfn._inspection._compat import manual_axes
+from jaxfn._compat import add_jaxvals_p, custom_jvp_call_p, custom_vjp_call_p, dce_jaxpr, make_jaxpr, manual_axes
 from jaxfn._jaxpr import all_eqns, flat_params, is_variable, jaxprs_in_params, open_jaxpr
 from jaxfn._tree import double, is_inexact
 
