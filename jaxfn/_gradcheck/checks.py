@@ -30,7 +30,7 @@ from jaxfn._gradcheck.problem.derivatives import (
     restrict_outputs,
 )
 from jaxfn._gradcheck.problem.problem import LeafFunction, Problem
-from jaxfn._gradcheck.problem.staging import bytes_per_call, is_same_output
+from jaxfn._gradcheck.problem.staging import bytes_per_call, is_same_output, stage
 from jaxfn._gradcheck.tolerance import Tolerance, are_resolved, excess, largest
 
 _COMBINATION = (2.0, -3.0)
@@ -345,7 +345,7 @@ class PropertyChecks:
     def _staged(self, derivative: Derivative) -> Derivative:
         vectors = random_vectors(self.mode.seed_leaves, 1)
         if self.derivatives.is_traced:
-            return self.derivatives.stage(derivative, self.xs, vectors)
+            return stage(derivative, self.xs, vectors)
         derivative(self.xs, vectors)
         return derivative
 

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.tree_util import tree_unflatten
 
+from jaxfn._check.draws import random_generator
 from jaxfn._gradcheck.problem.problem import named_leaves
 from jaxfn._tree import is_array_leaf, is_inexact, is_key
 
@@ -63,7 +64,7 @@ class Arguments:
 
     def resized(self, old: int, new: int) -> Arguments:
         """Returns arguments in which every dimension of size `old` has size `new`, filled by repetition."""
-        generator = np.random.default_rng(new)
+        generator = random_generator("size", new)
 
         def resize(array: Any) -> Any:
             for axis, size in enumerate(array.shape):

@@ -8,6 +8,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
+from jaxfn._check.draws import random_generator
 from jaxfn._gradcheck.problem.problem import function_name
 from jaxfn._gradcheck.report.progress import Progress
 from jaxfn._kernelcheck.arguments import flatten_arguments
@@ -123,7 +124,7 @@ def kernelcheck(
         raise ValueError(f"kernelcheck: skip= names {unknown[0]!r}; the checks are {', '.join([*NAMES, *custom])}")
     if not checked_dtypes or draws < 1:
         raise ValueError("kernelcheck needs at least one dtype and one sample")
-    generator = np.random.default_rng(seed)
+    generator = random_generator("kernelcheck", seed)
     arguments = flatten_arguments(reference, inputs, argnums, generator)
     others = None if sizes is None else [flatten_arguments(reference, other, argnums, generator) for other in sizes]
     if "gradients" in skip:

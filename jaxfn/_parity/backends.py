@@ -16,8 +16,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax.tree_util import tree_leaves
 
+from jaxfn._check.draws import draw
 from jaxfn._jaxpr import all_eqns, open_jaxpr
-from jaxfn._parity.inputs import Array, Inputs, draw
+from jaxfn._parity.inputs import Array, Inputs
 from jaxfn._torch.values.arrays import to_jax, to_torch
 from jaxfn._tree import conjugate, is_array_leaf, is_inexact, is_none
 
@@ -143,17 +144,17 @@ class TorchBackend(Backend):
 
     def gradients(self, inputs: Inputs, pattern: Sequence[int]) -> list[Array]:
         leaves, outputs = self._differentiated(inputs, pattern)
-        grad_outputs = [drawn(i, y) for i, y in outputs]
+        grad_outputs = [draw_tensor("grad_output", i, y) for i, y in outputs]
         return [to_numpy(x) for x in _torch_grad([y for _, y in outputs], leaves, grad_outputs)]
 
     def second_derivatives(self, inputs: Inputs) -> Measurements:
         leaves, outputs = self._differentiated(inputs, range(len(inputs.values)))
-        grad_outputs = [drawn(i, y).requires_grad_() for i, y in outputs]
+        grad_outputs = [draw_tensor("grad_output", i, y).requires_grad_() for i, y in outputs]
         gradients = _torch_grad([y for _, y in outputs], leaves, grad_outputs, create_graph=True)
         if any(map(_leads_to_error_node, gradients)):
             raise RuntimeError("backward was marked with @once_differentiable")
         differentiable = [(i, g) for i, g in enumerate(gradients) if g.requires_grad]
-        directions = [drawn(100 + i, g) for i, g in differentiable]
+        directions = [draw_tensor("direction", i, g) for i, g in differentiable]
         seconds = _torch_grad([g for _, g in differentiable], [*leaves, *grad_outputs], directions)
         names = [*inputs.names, *(f"grad_output {i}" for i, _ in outputs)]
         return {name: to_numpy(x) for name, x in zip(names, seconds, strict=True)}
@@ -201,9 +202,9 @@ def to_numpy(tensor: Any) -> Array:
         return np.asarray(to_jax(tensor.detach()))
 
 
-def drawn(seed: int, like: Any) -> Any:
-    """Returns a tensor of random numbers, with the shape and dtype of another."""
-    return to_torch(draw(seed, like.shape, to_numpy(like).dtype))
+def draw_tensor(purpose: str, index: int, like: Any) -> Any:
+    """Returns what `draw` does for an array like a tensor, as a tensor."""
+    return to_torch(draw(purpose, index, to_numpy(like)))
 
 
 class JaxBackend(Backend):
@@ -243,19 +244,19 @@ class JaxBackend(Backend):
 
     def gradients(self, inputs: Inputs, pattern: Sequence[int]) -> list[Array]:
         outputs, pullback = self._pullback(inputs, [jnp.asarray(x) for x in inputs.values], pattern)
-        return [np.asarray(g) for g in pullback([draw(i, y.shape, y.dtype) for i, y in outputs])]
+        return [np.asarray(g) for g in pullback([draw("grad_output", i, y) for i, y in outputs])]
 
     def second_derivatives(self, inputs: Inputs) -> Measurements:
         values = [jnp.asarray(x) for x in inputs.values]
         everything = range(len(values))
         outputs, _ = self._pullback(inputs, values, everything)
-        grad_outputs = [jnp.asarray(draw(i, y.shape, y.dtype)) for i, y in outputs]
+        grad_outputs = [jnp.asarray(draw("grad_output", i, y)) for i, y in outputs]
 
         def gradients(values: Sequence[Any], grad_outputs: Sequence[Any]) -> list[jax.Array]:
             return self._pullback(inputs, values, everything)[1](grad_outputs)
 
         firsts, vjp = jax.vjp(gradients, values, grad_outputs)
-        directions = [jnp.asarray(draw(100 + i, x.shape, x.dtype)) for i, x in enumerate(firsts)]
+        directions = [jnp.asarray(draw("direction", i, x)) for i, x in enumerate(firsts)]
         of_inputs, of_grad_outputs = vjp(list(map(conjugate, directions)))
         names = [*inputs.names, *(f"grad_output {i}" for i, _ in outputs)]
         return {name: np.asarray(conjugate(x)) for name, x in zip(names, (*of_inputs, *of_grad_outputs), strict=True)}

@@ -6,10 +6,10 @@ from collections.abc import Callable, Sequence
 from itertools import combinations
 from typing import Any
 
-import jax.numpy as jnp
 import numpy as np
 from jax.tree_util import keystr, tree_flatten_with_path, tree_unflatten
 
+from jaxfn._check.draws import draw
 from jaxfn._tree import double, is_array_leaf, is_inexact, is_none
 
 Array = np.ndarray[Any, Any]
@@ -76,16 +76,5 @@ class Inputs:
 
     def nudged(self) -> Inputs:
         """The inputs in double precision, each number changed by a small random step."""
-        moved = [
-            x + _STEP * (1 + abs(x)) * draw(1000 + i, x.shape, x.dtype) for i, x in enumerate(self.in_double().values)
-        ]
+        moved = [x + _STEP * (1 + abs(x)) * draw("step", i, x) for i, x in enumerate(self.in_double().values)]
         return self._with_values(moved)
-
-
-def draw(seed: int, shape: Sequence[int], dtype: Any) -> Array:
-    """Returns standard normal numbers, determined by the seed."""
-    generator = np.random.default_rng(seed)
-    numbers = generator.standard_normal(shape)
-    if jnp.issubdtype(dtype, jnp.complexfloating):
-        numbers = numbers + 1j * generator.standard_normal(shape)
-    return np.asarray(numbers, dtype)

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from jaxfn._parity.backends import Measurements, drawn, first_line, output_leaves, to_numpy
+from jaxfn._parity.backends import Measurements, draw_tensor, first_line, output_leaves, to_numpy
 from jaxfn._parity.inputs import Array, Inputs
 from jaxfn._torch.values.arrays import to_torch
 
@@ -145,7 +145,7 @@ def _run(module: Any, inputs: Inputs, parameters: Mapping[str, Any]) -> tuple[di
     differentiated = {i: y for i, y in outputs.items() if y.requires_grad}
     gradients = {name: torch.zeros_like(x) for name, x in wanted.items()}
     if differentiated and wanted:
-        cotangents = [drawn(i, y) for i, y in differentiated.items()]
+        cotangents = [draw_tensor("grad_output", i, y) for i, y in differentiated.items()]
         found: Any = torch.autograd.grad(
             list(differentiated.values()), list(wanted.values()), cotangents, allow_unused=True
         )

@@ -17,6 +17,7 @@ from jaxfn._parity.inputs import Array
 from jaxfn._parity.module_record import ModuleRecord, module_record
 
 _RUNS = ("native", "double", "nudged")
+_FORMAT = 2  # the first format had other random grad_outputs
 
 
 @dataclass(frozen=True)
@@ -56,6 +57,7 @@ def save(path: str, oracle: Oracle) -> None:
         arrays |= {f"{run}/{what}": array for what, array in getattr(oracle, run).items()}
     module = None if oracle.module is None else _encoded(asdict(oracle.module), "the module", arrays)
     content = {
+        "format": _FORMAT,
         "module": module,
         "name": oracle.name,
         "args": args,
@@ -92,6 +94,8 @@ def load(path: str) -> Oracle:
 
 def _read(file: Any) -> Oracle:
     content = json.loads(str(file["content"]))
+    if content.get("format") != _FORMAT:
+        raise ValueError("it was written by another version of jaxfn, with other random numbers")
     arrays = {name: _with_dtype(file[name], dtype) for name, dtype in content["dtypes"].items()}
     runs = {
         run: {name.removeprefix(f"{run}/"): x for name, x in arrays.items() if name.startswith(f"{run}/")}

@@ -11,10 +11,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax.tree_util import keystr, tree_flatten_with_path, tree_leaves, tree_unflatten
 
+from jaxfn._check.draws import draw
 from jaxfn._compat import eqn_source_line, lower_jaxpr, record_source_lines
 from jaxfn._jaxpr import all_eqns, open_jaxpr
 from jaxfn._parity.backends import output_leaves
-from jaxfn._parity.inputs import Array, Inputs, draw
+from jaxfn._parity.inputs import Array, Inputs
 from jaxfn._parity.values import Values
 from jaxfn._tree import is_array_leaf, is_inexact, is_key
 
@@ -94,7 +95,7 @@ class PortedModule:
             return chosen, (outputs, new_buffers)
 
         chosen, pullback, (outputs, new_buffers) = jax.vjp(differentiable, trained, values, has_aux=True)
-        cotangents = {i: jnp.conj(draw(i, y.shape, y.dtype)) for i, y in chosen.items()}
+        cotangents = {i: jnp.conj(draw("grad_output", i, y)) for i, y in chosen.items()}
         of_parameters, of_inputs = pullback(cotangents)
         return outputs, new_buffers, jax.tree.map(jnp.conj, of_parameters), jax.tree.map(jnp.conj, of_inputs)
 

@@ -32,6 +32,7 @@ LAYERS = [
     ("jaxfn._torch.source",),
     ("jaxfn._torch.convert",),
     ("jaxfn._torch",),
+    ("jaxfn._check",),
     ("jaxfn._gradcheck.problem", "jaxfn._gradcheck.report", "jaxfn._inspection.reports"),
     ("jaxfn._gradcheck", "jaxfn._inspection", "jaxfn._kernelcheck", "jaxfn._parity"),
     ("jaxfn",),

@@ -70,7 +70,6 @@ class Problem:
       values: the values of `inputs`, in double precision.
       describe_outputs: returns the names of the outputs of the last call, and their dtypes before the cast to double.
       may_stop: whether an output may have no derivative, as one that is marked non-differentiable.
-      dtype: the dtype that `call` computes in, if not double precision; then it is staged without x64.
       has_reference: whether `reference` is another function than `call`, even if no rule of a Function is bypassed.
     """
 
@@ -82,7 +81,6 @@ class Problem:
     values: list[jax.Array]
     describe_outputs: Callable[[], list[tuple[str, Any]]]
     may_stop: bool = True
-    dtype: np.dtype[Any] | None = None
     has_reference: bool = False
 
 
@@ -97,7 +95,6 @@ def make_problem(
     inputs: Any,
     argnums: int | Sequence[int] | None,
     surrogate: Callable[..., Any] | None = None,
-    dtype: Any = None,
 ) -> Problem:
     """Makes a problem of a function and its inputs.
 
@@ -106,12 +103,10 @@ def make_problem(
       inputs: a tuple of positional arguments, or the only argument.
       argnums: the arguments to differentiate with respect to. Default: every inexact array leaf of all arguments.
       surrogate: the function whose derivative the rule should be. Default: `func`.
-      dtype: the dtype in which to run the function. Default: double precision.
 
     Raises:
       ValueError: nothing is differentiable, or `argnums` names an argument that is missing or not differentiable.
     """
-    dtype = None if dtype is None else _coarse(dtype)
     named, tree, chosen = named_leaves(func, inputs, argnums)
     leaves: list[Any] = []  # of all arguments; the differentiated ones will be replaced
     positions: list[int] = []
@@ -126,23 +121,20 @@ def make_problem(
         if not (is_number or is_array_leaf(leaf)):
             leaves.append(leaf)
             continue
-        array = as_double(leaf if dtype is None else _cast(leaf, dtype))
+        array = as_double(leaf)
         if argument in chosen and is_inexact(array.dtype):
-            if dtype is None:
-                _warn_of_precision(name, leaf)
+            _warn_of_precision(name, leaf)
             positions.append(len(leaves))
             described.append(Leaf(name, array.shape, double(array.dtype)))
         leaves.append(array)
     _require_differentiable(argnums, chosen, [named[i][0] for i in positions])
     outputs: list[list[tuple[str, Any]]] = [[]]
 
-    def flat(function: Callable[..., Any], dtype: Any = None) -> LeafFunction:
+    def flat(function: Callable[..., Any]) -> LeafFunction:
         def call(*values: Any) -> list[jax.Array]:
             merged = list(leaves)
             for position, value in zip(positions, values, strict=True):
                 merged[position] = value
-            if dtype is not None:
-                merged = [_cast(leaf, dtype) if is_array_leaf(leaf) else leaf for leaf in merged]
             returned = function(*tree_unflatten(tree, merged))
             outputs[0], arrays = _inexact_outputs(returned)
             return arrays
@@ -150,11 +142,11 @@ def make_problem(
         return call
 
     values = [leaves[i] for i in positions]
-    call = flat(func, dtype)
+    call = flat(func)
     target = call if surrogate is None else flat(surrogate)
     # The rules of custom_vjp and custom_jvp are removed here; `CallMonitor.bypass_rules` removes those of Functions.
     has_rule = surrogate is None and isinstance(func, (jax.custom_vjp, jax.custom_jvp))
-    reference = flat(cast(Any, func).__wrapped__ if has_rule else surrogate or func) if has_rule or dtype else target
+    reference = flat(cast(Any, func).__wrapped__ if has_rule else surrogate or func) if has_rule else target
     return Problem(
         function_name(func),
         call,
@@ -163,28 +155,8 @@ def make_problem(
         tuple(described),
         values,
         lambda: outputs[0],
-        dtype=dtype,
         has_reference=has_rule or surrogate is not None,
     )
-
-
-def _coarse(dtype: Any) -> np.dtype[Any]:
-    """Returns `dtype`, checked to be a floating-point type below double precision."""
-    kind = jnp.dtype(dtype)
-    if not jnp.issubdtype(kind, jnp.floating) or double(kind) == kind:
-        raise ValueError(f"dtype is {kind}; it must be a floating-point type below float64, or None for float64")
-    return kind
-
-
-def _cast(leaf: Any, dtype: Any) -> Any:
-    """Casts an inexact array to a dtype (to the complex dtype of that precision), and returns any other unchanged."""
-    if not is_inexact(jnp.result_type(leaf)):
-        return leaf
-    if jnp.issubdtype(jnp.result_type(leaf), jnp.complexfloating):
-        if dtype != np.float32:
-            raise ValueError(f"an input is complex, and {dtype} has no complex type")
-        dtype = np.complex64
-    return jnp.asarray(leaf).astype(dtype)
 
 
 def function_name(func: Callable[..., Any]) -> str:
