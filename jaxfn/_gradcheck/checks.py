@@ -202,8 +202,7 @@ class PropertyChecks:
         d = self.mode
         a, b = _COMBINATION
         for leaf, (u, v, combined, zero, *_) in zip(d.result_leaves, r["batch"], strict=True):
-            scale = float(max(largest(a * u), largest(b * v)))
-            if not self.tolerance.agrees(combined, a * u + b * v, scale):
+            if not self.tolerance.agrees(combined, a * u + b * v, np.maximum(abs(a * u), abs(b * v))):
                 problems.append(
                     f"{d.method} is not linear: the {d.result_name} of {leaf.name} for the {d.seed_name} {a:g} u "
                     f"{b:+g} v is not that combination of the {d.result_name}s for u and for v."

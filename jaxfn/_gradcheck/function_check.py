@@ -13,11 +13,10 @@ from jaxfn._gradcheck.problem.derivatives import ReverseOnlyError, derive
 from jaxfn._gradcheck.problem.problem import as_arguments, as_double, function_name, make_problem
 from jaxfn._gradcheck.public import gradcheck, gradgradcheck
 from jaxfn._gradcheck.report.report import GradcheckError, GradcheckReport
-from jaxfn._gradcheck.tolerance import largest
+from jaxfn._gradcheck.tolerance import ATOL, RTOL, Tolerance
 from jaxfn._inspection.reports import CheckError, CheckReport
 from jaxfn._tree import is_array_leaf
 
-_ROUNDING = 1e4  # difference of eager and compiled results, in units in the last place of the largest entry
 _ONCE = "trying to differentiate twice a function that was marked with @once_differentiable"
 
 
@@ -143,15 +142,10 @@ def _as_double(leaf: Any) -> Any:
 
 def _problems_of_jit(call: Callable[..., list[Any]], values: Sequence[Any], precision: float) -> list[str]:
     """Compares compiled with eager outputs."""
-    tolerance = _ROUNDING * precision
-
-    def differ(eager: Any, compiled: Any) -> bool:
-        scale = largest(np.where(np.isfinite(eager), eager, 0))
-        return not np.allclose(eager, compiled, rtol=tolerance, atol=tolerance * scale, equal_nan=True)
-
+    tolerance = Tolerance(ATOL, RTOL, True, precision)
     pairs = zip(call(*values), jax.jit(call)(*values), strict=True)
     return [
         f"output {index} differs between an eager call and jax.jit by more than rounding."
         for index, (eager, compiled) in enumerate(pairs)
-        if differ(np.asarray(eager), np.asarray(compiled))
+        if not tolerance.agrees(np.asarray(compiled), np.asarray(eager))
     ]

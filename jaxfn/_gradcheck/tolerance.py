@@ -37,12 +37,14 @@ from typing import Any
 
 import numpy as np
 
+from jaxfn._check.closeness import group_scale
+
 # Factor of the default tolerances for a precise reference.
 _TIGHTER = 1e-3
 # Rounding error of a sum of many terms, in units in the last place of the largest entry.
 _ROUNDING = 1e3
 _SHORT_SUM_ROUNDING = 30
-# Difference of two ways to compute an array, relative to the largest entry.
+# Difference of two ways to compute an array, relative to the largest entry of about that magnitude.
 _RECOMPUTED = 1e-8
 # Difference of autodiff and finite differences that have no errors to speak of, relative to the largest entry.
 _RESOLVED = 1e-4
@@ -137,16 +139,18 @@ class Tolerance:
         """The growth of a precise reference's tolerance with the magnitude of the reference."""
         return _TIGHTER * self.rtol if self.is_tight else self.rtol
 
-    def agrees(self, value: Any, expected: Any, scale: float | None = None) -> bool:
+    def agrees(self, value: Any, expected: Any, terms: Any = None) -> bool:
         """Whether two ways to compute an array agree, apart from rounding; NaN agrees with NaN.
 
         Args:
           value, expected: the arrays.
-          scale: the size of the terms that the entries are sums of. Default: the largest finite expected value.
+          terms: the size of the terms that each entry is a sum of. Default: the expected values.
         """
-        if scale is None:
-            scale = float(largest(np.where(np.isfinite(expected), expected, 0)))
-        bound = self.precise(expected, np.float64(scale)) + _RECOMPUTED * scale
+        terms = abs(expected if terms is None else terms)
+        scale = group_scale(terms)
+        # In double precision the rounding of the largest entry does not hide a mistake in another one.
+        of_array = largest(np.where(np.isfinite(terms), terms, 0)) if self.is_double else 0.0
+        bound = self.precise(expected, scale) + _RECOMPUTED * scale + _ROUNDING * _DOUBLE * of_array
         return bool(((excess(value, expected, bound) <= 1) | (np.isnan(value) & np.isnan(expected))).all())
 
     def estimated(self, reference: Any, error: Any) -> Any:

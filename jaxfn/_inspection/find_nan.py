@@ -9,9 +9,9 @@ a result that is not finite, the search goes back through values that are not fi
                               b = a * 0          nan, from an a that is -inf: go on to a
                               return b.sum()     nan, from a b that is nan: go on to b
 
-Of all origins that are found so, the earliest in program order is reported. If a result is NaN, infinite results are not
-searched: they may be intended. A literal infinity (an attention mask, say) is not an origin, but a NaN computed from it
-is. An infinity that reaches no result, as in `where(x == 0, 0, 1 / x)`, is
+Of all origins that are found so, the earliest in program order is reported. If a result is NaN, infinite results are
+not searched: they may be intended. A literal infinity (an attention mask, say) is not an origin, but a NaN computed
+from it is. An infinity that reaches no result, as in `where(x == 0, 0, 1 / x)`, is
 not reported.
 """
 

@@ -426,7 +426,7 @@ class _Dataflow:
         self._indices: dict[int, tuple[Any, dict[Any, tuple[Any, int]], dict[Any, dict[int, Any]]]] = {}
 
     def _index(self, jaxpr: Any) -> tuple[Any, dict[Any, tuple[Any, int]], dict[Any, dict[int, Any]]]:
-        """Returns the jaxpr, which has to live, the eqn and output index of each variable, and the eqns that read it."""
+        """Returns the jaxpr, which has to live, each variable's eqn and output index, and the eqns that read it."""
         if id(jaxpr) not in self._indices:
             producers = {v: (eqn, i) for eqn in jaxpr.eqns for i, v in enumerate(eqn.outvars)}
             consumers: dict[Any, dict[int, Any]] = {}

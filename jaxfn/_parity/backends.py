@@ -118,11 +118,9 @@ def _together(inputs: Inputs, pattern: Sequence[int]) -> str:
 class TorchBackend(Backend):
     """Evaluation by torch, on the CPU. A module is copied, so that its buffers do not change."""
 
-    def __init__(
-        self, function: Any, differentiated: Collection[int] | None = None, *, in_double: bool = False
-    ) -> None:
+    def __init__(self, function: Any, differentiated: Collection[int] | None = None, *, dtype: Any = None) -> None:
         super().__init__(function, differentiated)
-        self.function = _copied(self.function, in_double)
+        self.function = _copied(self.function, dtype)
 
     def _call(self, inputs: Inputs, leaves: Sequence[Any]) -> dict[int, Any]:
         import torch
@@ -160,15 +158,15 @@ class TorchBackend(Backend):
         return {name: to_numpy(x) for name, x in zip(names, seconds, strict=True)}
 
 
-def _copied(function: Callable[..., Any], in_double: bool) -> Callable[..., Any]:
-    """Returns a function that is a module, or a method of one, for a copy of the module."""
+def _copied(function: Callable[..., Any], dtype: Any) -> Callable[..., Any]:
+    """Returns a function that is a module, or a method of one, for a copy of the module, cast to a dtype."""
     import torch
 
     owner = getattr(function, "__self__", function)
     if not isinstance(owner, torch.nn.Module):
         return function
     module = copy.deepcopy(owner)
-    module = module.double() if in_double else module
+    module = module if dtype is None else module.to(dtype)
     return module if owner is function else getattr(module, function.__name__)
 
 

@@ -74,6 +74,15 @@ class Inputs:
         """The inputs in double precision."""
         return self._with_values([x.astype(double(x.dtype)) for x in self.values])
 
+    @property
+    def are_double(self) -> bool:
+        """Whether the differentiable arrays are in double precision."""
+        return bool(self.values) and all(x.dtype == double(x.dtype) for x in self.values)
+
+    def in_single(self) -> Inputs:
+        """The inputs in single precision."""
+        return self._with_values([x.astype(np.complex64 if x.dtype.kind == "c" else np.float32) for x in self.values])
+
     def nudged(self) -> Inputs:
         """The inputs in double precision, each number changed by a small random step."""
         moved = [x + _STEP * (1 + abs(x)) * draw("step", i, x) for i, x in enumerate(self.in_double().values)]

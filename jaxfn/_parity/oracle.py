@@ -13,10 +13,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxfn._parity.backends import Measurements, first_line
+from jaxfn._parity.comparison import measured_ulps
 from jaxfn._parity.inputs import Array
 from jaxfn._parity.module_record import ModuleRecord, module_record
 
-_RUNS = ("native", "double", "nudged")
+_RUNS = ("native", "double", "nudged", "single")
 _FORMAT = 2  # the first format had other random grad_outputs
 
 
@@ -28,6 +29,7 @@ class Oracle:
       name: the name of the function.
       args: its arguments, with NumPy arrays.
       native, double, nudged: the results for the arguments in their dtypes, in double precision, and a small step away.
+      single: those in single precision if the arguments are in double precision.
       no_second_order: the reason if there are no second derivatives.
       no_double: the reason if the function does not run in double precision; `double` and `nudged` are empty then.
       versions: the versions of torch and NumPy.
@@ -39,10 +41,15 @@ class Oracle:
     native: Measurements
     double: Measurements
     nudged: Measurements
+    single: Measurements
     no_second_order: str | None
     no_double: str | None
     versions: dict[str, str]
     module: ModuleRecord | None = None
+
+    def ulps(self, what: str) -> Any:
+        """Returns the errors of torch in an array, in units of the epsilon of its dtype, for each entry; 0 if unknown."""
+        return measured_ulps((self.single or self.native).get(what), self.double.get(what))
 
     def without_derivatives(self) -> Oracle:
         """Returns the outputs."""

@@ -8,6 +8,7 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from jaxfn._observe import CallMonitor
@@ -62,7 +63,8 @@ def paritycheck(
       reference: What it is compared with: a `torch.autograd.Function`, any function of tensors, a module, or the path
         of a file that `record_oracle` wrote, for which torch is not needed.
       inputs: The arguments, arrays (of NumPy, of any shapes) and Python values; `None` with a recorded file.
-      atol: The absolute tolerance. Default: rounding in the dtype, relative to the largest number of the array.
+      atol: The absolute tolerance. Default: rounding in the dtype, relative to the largest number of about the
+        magnitude of each, and a few times the error that torch has in that dtype.
       rtol: The relative tolerance: `|jax - torch| <= atol + rtol * |torch|`. Default: rounding in the dtype.
       raise_exception: Whether to raise on failure.
       second_order: Whether to compare second derivatives.
@@ -246,11 +248,16 @@ def _run_torch(
         )
     double: Measurements = {}
     nudged: Measurements = {}
+    single: Measurements = {}
     no_double = None
     try:
-        backend = TorchBackend(func, differentiated, in_double=True)
+        backend = TorchBackend(func, differentiated, dtype=torch.float64)
         double, _ = backend.measure(inputs.in_double(), second_order)
         nudged, _ = backend.measure(inputs.nudged(), second_order)
+        if inputs.are_double:
+            single, _ = TorchBackend(func, differentiated, dtype=torch.float32).measure(
+                inputs.in_single(), second_order
+            )
     except Exception as error:  # it ran in the dtypes of the inputs: it has tensors of these, or checks dtypes
         no_double = first_line(error)
     return Oracle(
@@ -259,6 +266,7 @@ def _run_torch(
         native=measured,
         double=double,
         nudged=nudged,
+        single=single,
         no_second_order=no_second_order,
         no_double=no_double,
         versions=_versions(torch),
@@ -283,10 +291,15 @@ def _compare(
         if what.startswith("second derivative") and not second_order:
             continue
         in_double = ours.double.get(what), oracle.double.get(what)
-        row = compare(backend.name, what, ours.native.get(what), expected, rtol, atol, _relative_error(*in_double))
+        noise = oracle.ulps(what) * _eps(expected.dtype)
+        row = compare(
+            backend.name, what, ours.native.get(what), expected, rtol, atol, _relative_error(*in_double), noise=noise
+        )
         if row.verdict == "differs":
             row.verdict = _explain(what, ours, oracle)
-        elif row.verdict == "equal" and atol is rtol is None and _is_hidden(*in_double, ours.coarsest):
+        elif (
+            row.verdict == "equal" and atol is rtol is None and _is_hidden(*in_double, ours.coarsest, oracle.ulps(what))
+        ):
             row.verdict = "formula"
         report.rows.append(row)
     wrong = [row for row in report.rows if row.what.startswith("second derivative") and row.verdict == "formula"]
@@ -295,8 +308,10 @@ def _compare(
             stopped = _measure(backend, inputs, second_order)
         for row in wrong:
             array, expected = stopped.native.get(row.what), oracle.native[row.what]
-            again = compare(backend.name, row.what, array, expected, rtol, atol, None)
-            is_hidden = _is_hidden(stopped.double.get(row.what), oracle.double.get(row.what), stopped.coarsest)
+            ulps = oracle.ulps(row.what)
+            noise = ulps * _eps(expected.dtype)
+            again = compare(backend.name, row.what, array, expected, rtol, atol, None, noise=noise)
+            is_hidden = _is_hidden(stopped.double.get(row.what), oracle.double.get(row.what), stopped.coarsest, ulps)
             is_equal = again.verdict == "equal" and not is_hidden
             row.verdict = "intermediate" if is_equal else _explain(row.what, stopped, oracle)
     if any(row.verdict == "intermediate" for row in report.rows):
@@ -347,29 +362,35 @@ def _explain(what: str, ours: _Measured, oracle: Oracle) -> str:
     """Returns why a row differs: "rounding", "kink" or "formula"; "differs" if no run in double precision tells."""
     if ours.double.get(what) is None or oracle.double.get(what) is None:
         return "differs"
-    if _agrees(ours.double.get(what), oracle.double.get(what)):
+    ulps = oracle.ulps(what)
+    if _agrees(ours.double.get(what), oracle.double.get(what), ulps):
         return "rounding"
-    if not what.startswith("output") and _agrees(ours.nudged.get(what), oracle.nudged.get(what)):
+    if not what.startswith("output") and _agrees(ours.nudged.get(what), oracle.nudged.get(what), ulps):
         return "kink"
     return "formula"
 
 
-def _agrees(ours: Array | None, expected: Array | None) -> bool:
+def _eps(dtype: Any) -> float:
+    """Returns the epsilon of an inexact dtype, 0 of others."""
+    return float(jnp.finfo(dtype).eps) if is_inexact(dtype) else 0.0
+
+
+def _agrees(ours: Array | None, expected: Array | None, ulps: Any) -> bool:
     if ours is None or expected is None or ours.shape != expected.shape:
         return False
     # A function may compute in single precision whatever the dtypes of its inputs are.
     coarser = min((ours.dtype, expected.dtype), key=lambda dtype: dtype.itemsize)
-    return errors(ours, expected, coarser)[2] <= 1
+    return errors(ours, expected, rounding(coarser), noise=ulps * _eps(coarser))[2] <= 1
 
 
-def _is_hidden(ours: Array | None, expected: Array | None, coarsest: np.dtype[Any]) -> bool:
+def _is_hidden(ours: Array | None, expected: Array | None, coarsest: np.dtype[Any], ulps: Any) -> bool:
     """Whether results in double precision differ, so that equality in half precision says nothing."""
     if ours is None or expected is None or ours.shape != expected.shape or not is_inexact(ours.dtype):
         return False
-    return errors(ours, expected, coarsest)[2] > 1
+    return errors(ours, expected, rounding(coarsest), noise=ulps * _eps(coarsest))[2] > 1
 
 
 def _relative_error(ours: Array | None, expected: Array | None) -> float | None:
     if ours is None or expected is None or ours.shape != expected.shape:
         return None
-    return errors(ours, expected, ours.dtype)[1]
+    return errors(ours, expected, rounding(ours.dtype))[1]
