@@ -107,12 +107,15 @@ def by_magnitude(
     with np.errstate(all="ignore"):
         relative = np.where(scales[:, None] > 0, stats / scales[:, None], 0.0)
     from_above = np.maximum.accumulate(relative[::-1])[::-1] * scales[:, None]
-    stats = np.maximum(np.maximum.accumulate(stats), from_above)
+    joined = np.maximum(np.maximum.accumulate(stats), from_above)
     indices, is_nonzero = np.searchsorted(present, groups), magnitudes > 0
     if is_nonzero.any():
         tail = int(np.quantile(indices[is_nonzero], _SMALLEST, method="lower"))
-        stats[:tail] = np.maximum(stats[:tail], stats[tail])
-    return ErrorStats(stats[indices, 0], stats[indices, 1])
+        joined[:tail] = np.maximum(joined[:tail], joined[tail])
+    # The errors of few entries may all be as large as the largest of many.
+    few = 1 + (_FEW_ENTRIES / np.bincount(indices.ravel(), minlength=len(present))) ** 2
+    joined[:, 1] = np.where(joined[:, 1] > stats[:, 1], np.minimum(few * joined[:, 1], joined[:, 0]), stats[:, 1])
+    return ErrorStats(joined[indices, 0], joined[indices, 1])
 
 
 def rms(errors: Array) -> float:

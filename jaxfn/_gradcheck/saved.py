@@ -121,10 +121,10 @@ def _refuter(
     tolerance = replace(comparison.tolerance, atol=_COARSER * ATOL, rtol=_COARSER * RTOL)
     outputs = list(map(np.asarray, rule(xs, vectors)[0]))
     d = comparison.derivatives
+    directions = vectors if mode.is_forward else random_vectors(d.inputs, 1)
     if by_autodiff:
         expected: Any = list(map(np.asarray, available(mode.reference)(xs, vectors)[1]))
     else:
-        directions = vectors if mode.is_forward else random_vectors(d.inputs, 1)
         along = Vectors(d.inputs, tuple(range(len(d.inputs))), 1, lambda _: [v[None] for v in directions])
         expected = [y.reshape(leaf.shape) for y, leaf in zip(comparison.columns(along)[0], d.outputs, strict=True)]
         if not mode.is_forward:

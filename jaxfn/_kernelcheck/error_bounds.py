@@ -5,7 +5,8 @@
 The expected values are those of the reference in float64, for inputs rounded to the kernel's dtype. The error of a good
 implementation depends on how much the function magnifies rounding errors, so it is measured on the reference itself,
 run in that dtype, for each group of entries of about one magnitude (see `_check/closeness.py`). A kernel passes if its
-largest error and the root mean square of its errors are at most `factor` times those of the reference in every group. One measurement alone may be small by luck:
+largest error and the root mean square of its errors are at most `factor` times those of the reference in every group.
+One measurement alone may be small by luck:
 
     x = [1.25, 0.5, 3.0], bfloat16     the sum is 4.75
     reference (adds from the left)     4.75, with an error of 0, so that no kernel could have any error
@@ -171,22 +172,6 @@ class ExpectedArray:
         exact = np.asarray(exact, np.float64)
         return replace(self, exact=exact, is_comparable=np.isfinite(exact))
 
-    def agree(self, first: Array, second: Array, factor: float) -> bool:
-        """Whether two results of a kernel have one error: they differ by no more than a kernel's values may.
-
-        If both have errors that a reference in bfloat16 could have, they are imprecise, and may differ as much.
-        """
-        if self.with_exact(first).compare(second, factor).passed:
-            return True
-        ratio = max(1.0, float(jnp.finfo("bfloat16").eps) / self.precision)
-        coarse = replace(
-            self,
-            error=self.error.scaled(ratio),
-            input_rounding=self.input_rounding.scaled(ratio),
-            precision=ratio * self.precision,
-        )
-        return coarse.compare(first, factor).passed and coarse.compare(second, factor).passed
-
     def _ulps(self, error: float, exact: float) -> float:
         """Returns an error in units in the last place of the expected value."""
         if not math.isfinite(error + exact):
@@ -225,10 +210,6 @@ class ExpectedIntegers:
         message = f"{count:,} of {wrong.size:,} entries differ from the reference" if count else ""
         return ArrayResult(not count, message, None, None, [], count, wrong.size)
 
-    def agree(self, first: Array, second: Array, factor: float) -> bool:
-        """Whether two results of a kernel are equal."""
-        return bool((first == second).all())
-
 
 def expect(exact: Any, reference: Any, nearby: Any, dtype: Any) -> ExpectedArray:
     """Returns the expected values of an array, with the sizes of their errors.
@@ -247,5 +228,8 @@ def expect(exact: Any, reference: Any, nearby: Any, dtype: Any) -> ExpectedArray
     is_finite = np.isfinite(deviation) & np.isfinite(input_rounding)
     magnitudes = np.where(is_finite, abs(exact), 0.0).max(0, initial=0.0)
     groups = magnitude_groups(magnitudes, floor=deviation[is_finite].max(initial=0.0))
-    stats = [by_magnitude(np.where(is_finite, e, np.nan), magnitudes, groups) for e in (deviation, input_rounding)]
-    return ExpectedArray(exact, is_finite | is_infinite, groups, *stats, float(info.eps), float(info.smallest_normal))
+    error, rounding = (
+        by_magnitude(np.where(is_finite, e, np.nan), magnitudes, groups) for e in (deviation, input_rounding)
+    )
+    precision, tiny = float(info.eps), float(info.smallest_normal)
+    return ExpectedArray(exact, is_finite | is_infinite, groups, error, rounding, precision, tiny)

@@ -60,7 +60,7 @@ def compare(
 
 
 def measured_ulps(coarse: Array | None, precise: Array | None) -> Any:
-    """Returns the errors of torch in the coarser of two dtypes, in units of its epsilon, for each entry; 0 if unknown."""
+    """Returns torch's errors in the coarser of two dtypes, in units of its epsilon, for each entry; 0 if unknown."""
     if coarse is None or precise is None or coarse.shape != precise.shape or not is_inexact(coarse.dtype):
         return 0.0
     with np.errstate(invalid="ignore"):

@@ -48,7 +48,7 @@ class Oracle:
     module: ModuleRecord | None = None
 
     def ulps(self, what: str) -> Any:
-        """Returns the errors of torch in an array, in units of the epsilon of its dtype, for each entry; 0 if unknown."""
+        """Returns torch's errors in an array, in units of the epsilon of its dtype, for each entry; 0 if unknown."""
         return measured_ulps((self.single or self.native).get(what), self.double.get(what))
 
     def without_derivatives(self) -> Oracle:
