@@ -58,6 +58,11 @@ class Backend(ABC):
             gradients = self.gradients(inputs, pattern)
             for i, gradient in zip(pattern, gradients, strict=True):
                 measured[f"gradient of {inputs.names[i]}{_together(inputs, pattern)}"] = gradient
+        differentiated = [i for i, y in outputs.items() if is_inexact(y.dtype) and self.is_differentiated(i)]
+        everything = range(len(inputs.values))
+        for output in differentiated if len(differentiated) > 1 else ():  # the gradients of the others are undefined
+            for name, gradient in zip(inputs.names, self.gradients(inputs, everything, output), strict=True):
+                measured[f"gradient of {name} (output {output} alone)"] = gradient
         no_second_order = None
         if second_order and inputs.values:
             try:
@@ -72,8 +77,11 @@ class Backend(ABC):
         """Returns the arrays and numbers in the function's result, by their index among its leaves."""
 
     @abstractmethod
-    def gradients(self, inputs: Inputs, pattern: Sequence[int]) -> list[Array]:
-        """Returns the gradients of these inputs, differentiated without the others, for random grad_outputs."""
+    def gradients(self, inputs: Inputs, pattern: Sequence[int], output: int | None = None) -> list[Array]:
+        """Returns the gradients of these inputs, differentiated without the others, for random grad_outputs.
+
+        With `output`, only that output is used.
+        """
 
     @abstractmethod
     def second_derivatives(self, inputs: Inputs) -> Measurements:
@@ -140,8 +148,9 @@ class TorchBackend(Backend):
     def outputs(self, inputs: Inputs) -> dict[int, Array]:
         return {i: to_numpy(y) for i, y in self._call(inputs, [to_torch(x) for x in inputs.values]).items()}
 
-    def gradients(self, inputs: Inputs, pattern: Sequence[int]) -> list[Array]:
+    def gradients(self, inputs: Inputs, pattern: Sequence[int], output: int | None = None) -> list[Array]:
         leaves, outputs = self._differentiated(inputs, pattern)
+        outputs = [(i, y) for i, y in outputs if output in (None, i)]
         grad_outputs = [draw_tensor("grad_output", i, y) for i, y in outputs]
         return [to_numpy(x) for x in _torch_grad([y for _, y in outputs], leaves, grad_outputs)]
 
@@ -221,7 +230,9 @@ class JaxBackend(Backend):
         avals = [v.aval for eqn in all_eqns(open_jaxpr(traced)[0]) for v in eqn.outvars]
         return {np.dtype(np.float32)} | {np.dtype(x.dtype) for x in avals if is_inexact(getattr(x, "dtype", None))}
 
-    def _pullback(self, inputs: Inputs, values: Sequence[Any], pattern: Sequence[int]) -> tuple[list[Any], Any]:
+    def _pullback(
+        self, inputs: Inputs, values: Sequence[Any], pattern: Sequence[int], output: int | None = None
+    ) -> tuple[list[Any], Any]:
         """Returns the inexact outputs with their indices, and the pullback in torch's convention."""
         indices: list[int] = []
 
@@ -231,6 +242,7 @@ class JaxBackend(Backend):
                 merged[i] = value
             outputs = self._call(inputs, merged)
             indices[:] = [i for i, y in outputs.items() if is_inexact(y.dtype) and self.is_differentiated(i)]
+            indices[:] = [i for i in indices if output in (None, i)]
             return [outputs[i] for i in indices]
 
         outputs, vjp = jax.vjp(function_of_chosen, *(values[i] for i in pattern))
@@ -240,8 +252,8 @@ class JaxBackend(Backend):
 
         return list(zip(indices, outputs, strict=True)), pullback
 
-    def gradients(self, inputs: Inputs, pattern: Sequence[int]) -> list[Array]:
-        outputs, pullback = self._pullback(inputs, [jnp.asarray(x) for x in inputs.values], pattern)
+    def gradients(self, inputs: Inputs, pattern: Sequence[int], output: int | None = None) -> list[Array]:
+        outputs, pullback = self._pullback(inputs, [jnp.asarray(x) for x in inputs.values], pattern, output)
         return [np.asarray(g) for g in pullback([draw("grad_output", i, y) for i, y in outputs])]
 
     def second_derivatives(self, inputs: Inputs) -> Measurements:
