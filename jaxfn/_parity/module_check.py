@@ -13,7 +13,7 @@ from jaxfn._parity.backends import function_name
 from jaxfn._parity.comparison import compare, rounding
 from jaxfn._parity.inputs import Array, Inputs
 from jaxfn._parity.layers import LayerSearch
-from jaxfn._parity.module_record import ModuleRecord
+from jaxfn._parity.module_record import LEARNING_RATE, ModuleRecord
 from jaxfn._parity.names import Match, Matcher, Names
 from jaxfn._parity.ported_module import ParameterTree, PortedModule
 from jaxfn._parity.report import ParityReport, Row
@@ -161,8 +161,8 @@ class _ModuleCheck:
     def _check_steps(self) -> None:
         record = self._record
         updated = [i for i in self._port.trainable if i not in self._frozen]
-        arrays, new_buffers = self._port.descend(updated, record.steps, record.learning_rate)
-        noise = self._noise * record.learning_rate * record.steps
+        arrays, new_buffers = self._port.descend(updated, record.steps)
+        noise = self._noise * LEARNING_RATE * record.steps
         for name, expected in record.stepped.items():
             what = f"{name} after {record.steps} step{'s' * (record.steps > 1)}"
             if name in self._matches:

@@ -11,6 +11,8 @@ from jaxfn._parity.backends import Measurements, draw_tensor, first_line, output
 from jaxfn._parity.inputs import Array, Inputs
 from jaxfn._torch.values.arrays import to_torch
 
+LEARNING_RATE = 1e-2
+
 
 @dataclass(frozen=True)
 class LayerCall:
@@ -50,7 +52,7 @@ class ModuleRecord:
       parameters, buffers: those before the call; frozen parameters count as buffers.
       outputs, gradients: the outputs, and the gradients of parameters and inputs.
       new_buffers: the buffers after the call.
-      steps, learning_rate: how many steps of gradient descent were taken.
+      steps: how many steps of gradient descent were taken.
       stepped: parameters and buffers after these.
       calls: the calls of layers, in the order in which they return.
       notes: why it is not in double precision, and whether it draws random numbers.
@@ -65,7 +67,6 @@ class ModuleRecord:
     gradients: Measurements
     new_buffers: Measurements
     steps: int
-    learning_rate: float
     stepped: Measurements
     calls: list[LayerCall]
     notes: list[str]
@@ -77,17 +78,17 @@ def module_record(fields: dict[str, Any]) -> ModuleRecord:
     return ModuleRecord(calls=calls, **fields)
 
 
-def record_module(module: Any, args: Sequence[Any], steps: int, learning_rate: float) -> ModuleRecord:
+def record_module(module: Any, args: Sequence[Any], steps: int) -> ModuleRecord:
     """Runs a copy of a module, in double precision if it runs in it."""
     inputs = Inputs(args if isinstance(args, (list, tuple)) else (args,))
     try:
-        return _record(copy.deepcopy(module).double(), inputs.in_double(), steps, learning_rate, None)
+        return _record(copy.deepcopy(module).double(), inputs.in_double(), steps, None)
     except Exception as error:  # raised again by the next line, unless it is a matter of dtypes
         no_double = f"compared in the dtypes of the inputs, as torch does not run in float64: {first_line(error)}"
-    return _record(copy.deepcopy(module), inputs, steps, learning_rate, no_double)
+    return _record(copy.deepcopy(module), inputs, steps, no_double)
 
 
-def _record(module: Any, inputs: Inputs, steps: int, learning_rate: float, no_double: str | None) -> ModuleRecord:
+def _record(module: Any, inputs: Inputs, steps: int, no_double: str | None) -> ModuleRecord:
     import torch
 
     parameters = {name: x for name, x in module.named_parameters() if x.requires_grad}
@@ -107,7 +108,7 @@ def _record(module: Any, inputs: Inputs, steps: int, learning_rate: float, no_do
         if step:
             _, gradients = _run(module, inputs, parameters)
         for name, parameter in parameters.items():
-            parameter.data -= learning_rate * gradients[name]
+            parameter.data -= LEARNING_RATE * gradients[name]
     stepped = _arrays(parameters | buffers | dict(module.named_buffers())) if steps else {}
     return ModuleRecord(
         type(module).__name__,
@@ -118,7 +119,6 @@ def _record(module: Any, inputs: Inputs, steps: int, learning_rate: float, no_do
         recorded,
         new_buffers,
         steps,
-        learning_rate,
         stepped,
         calls.finish(),
         notes,

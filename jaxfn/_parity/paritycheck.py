@@ -36,7 +36,6 @@ def paritycheck(
     buffers: Any = None,
     names: Names | None = None,
     steps: int = 0,
-    learning_rate: float = 1e-2,
 ) -> ParityReport:
     """Compares a JAX function with the torch function that it was ported from, on equal numbers.
 
@@ -74,8 +73,8 @@ def paritycheck(
       names: Which parameter is which, where numbers, gradients and names do not determine it. Maps the name of a torch
         parameter, buffer or layer to a path in the pytree ("blocks/0/norm"), or the name of a parameter to a function
         of the pytree that returns it in torch's layout, for fused and split weights.
-      steps: How many steps of gradient descent to compare, for the sum of the outputs times random numbers.
-      learning_rate: The learning rate of these steps.
+      steps: How many steps of gradient descent to compare, for the sum of the outputs times random numbers, with a
+        learning rate of 0.01.
 
     Returns:
       A `ParityReport`, which is true if everything agrees. `print` shows it as a table, `to_json()` returns it as JSON.
@@ -124,7 +123,7 @@ def paritycheck(
     if not is_file and inputs is None:
         raise TypeError("paritycheck: `inputs` are missing. Pass the arguments on which to compare.")
     if parameters is not None:
-        record, versions = _module_record(reference, inputs, steps, learning_rate)
+        record, versions = _module_record(reference, inputs, steps)
         report = check_module(func, record, parameters, buffers, names or {}, versions, rtol, atol)
         if raise_exception:
             report.raise_if_failed()
@@ -164,7 +163,6 @@ def record_oracle(
     path: str | os.PathLike[str],
     *,
     steps: int = 0,
-    learning_rate: float = 1e-2,
 ) -> None:
     """Writes the results of a torch function to a file, for `paritycheck` in an environment without torch.
 
@@ -173,7 +171,7 @@ def record_oracle(
       inputs: The arguments, arrays and Python values that JSON supports.
       path: The file, usually `*.npz`. It has inputs, outputs, gradients, second derivatives and versions, and no
         pickles. For a module it has its parameters, buffers and the values between its layers too.
-      steps, learning_rate: The steps of gradient descent of a module, as in `paritycheck`.
+      steps: How many steps of gradient descent of a module to record, as in `paritycheck`.
 
     Raises:
       ImportError: torch is not installed.
@@ -191,15 +189,13 @@ def record_oracle(
     """
     oracle = _run_torch(func, inputs, True, "record_oracle")
     if isinstance(func, _import_torch("record_oracle").nn.Module):
-        oracle = replace(oracle, module=record_module(func, inputs, steps, learning_rate))
+        oracle = replace(oracle, module=record_module(func, inputs, steps))
     elif steps:
         raise TypeError("record_oracle: only a module has parameters, which `steps` of gradient descent update.")
     save(os.fspath(path), oracle)
 
 
-def _module_record(
-    reference: Any, inputs: Sequence[Any] | None, steps: int, learning_rate: float
-) -> tuple[ModuleRecord, dict[str, str]]:
+def _module_record(reference: Any, inputs: Sequence[Any] | None, steps: int) -> tuple[ModuleRecord, dict[str, str]]:
     """Returns the results of a torch module, computed or recorded, and the versions."""
     if inputs is None:
         if steps:
@@ -211,7 +207,7 @@ def _module_record(
     torch = _import_torch("paritycheck")
     if not isinstance(reference, torch.nn.Module):
         raise TypeError(f"paritycheck: with `parameters`, the reference has to be a torch module, got {reference!r}")
-    return record_module(reference, inputs, steps, learning_rate), _versions(torch)
+    return record_module(reference, inputs, steps), _versions(torch)
 
 
 def _import_torch(what: str) -> Any:
