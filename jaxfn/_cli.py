@@ -15,6 +15,7 @@ from typing import Any, NoReturn
 import numpy as np
 
 import jaxfn
+from jaxfn._check.reports import first_line
 
 _EXAMPLES = """examples:
   python -m jaxfn check my_package.functions:Linear --shape 2,3 --shape 4,3 --shape 4
@@ -44,15 +45,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         options = _parser().parse_args(argv)
         return options.run(options)
     except _UsageError as error:
-        print(f"jaxfn: {_first_line(error)}", file=sys.stderr)
+        print(f"jaxfn: {first_line(error)}", file=sys.stderr)
         return 2
     except Exception as error:  # raised by the function that is checked
-        print(f"jaxfn: {type(error).__name__}: {_first_line(error)}", file=sys.stderr)
+        print(f"jaxfn: {type(error).__name__}: {first_line(error)}", file=sys.stderr)
         return 1
-
-
-def _first_line(error: BaseException) -> str:
-    return next(iter(str(error).strip().splitlines()), type(error).__name__)
 
 
 def _parser() -> argparse.ArgumentParser:

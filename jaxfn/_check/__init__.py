@@ -1,1 +1,1 @@
-"""The foundation of `gradcheck`, `kernelcheck` and `paritycheck`: random arrays, and how close is close."""
+"""What `gradcheck`, `kernelcheck` and `paritycheck` share."""

@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxfn._check.staging import bytes_per_call, is_same_output, stage
 from jaxfn._gradcheck.compare import rows_of_columns
 from jaxfn._gradcheck.evaluation.batches import BATCH_BYTES, as_rows, differences, points
 from jaxfn._gradcheck.evaluation.execution import ExecutionMode
@@ -30,7 +31,6 @@ from jaxfn._gradcheck.problem.derivatives import (
     restrict_outputs,
 )
 from jaxfn._gradcheck.problem.problem import LeafFunction, Problem
-from jaxfn._gradcheck.problem.staging import bytes_per_call, is_same_output, stage
 from jaxfn._gradcheck.tolerance import Tolerance, are_resolved, excess, largest
 
 _COMBINATION = (2.0, -3.0)

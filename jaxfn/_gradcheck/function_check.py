@@ -9,13 +9,14 @@ from typing import Any, ClassVar
 import jax
 import numpy as np
 
+from jaxfn._check.arguments import as_arguments, function_name
 from jaxfn._check.closeness import group_scale
+from jaxfn._check.reports import CheckError, CheckReport
 from jaxfn._gradcheck.problem.derivatives import ReverseOnlyError, derive
-from jaxfn._gradcheck.problem.problem import as_arguments, as_double, function_name, make_problem
+from jaxfn._gradcheck.problem.problem import as_double, make_problem
 from jaxfn._gradcheck.public import gradcheck, gradgradcheck
 from jaxfn._gradcheck.report.report import GradcheckError, GradcheckReport
 from jaxfn._gradcheck.tolerance import excess
-from jaxfn._inspection.reports import CheckError, CheckReport
 from jaxfn._tree import is_array_leaf
 
 _ROUNDING = 1e4  # difference of eager and compiled results, in units in the last place of numbers of that magnitude

@@ -26,13 +26,13 @@ import numpy as np
 from jax.tree_util import tree_leaves, tree_unflatten
 
 from jaxfn._check.draws import random_generator
+from jaxfn._check.staging import JaxprFunction, stage
 from jaxfn._compat import eval_eqn, is_plain_jit, jit_p
 from jaxfn._gradcheck.compare import Comparison
 from jaxfn._gradcheck.evaluation.batches import BatchedEvaluator
 from jaxfn._gradcheck.evaluation.execution import ExecutionMode
 from jaxfn._gradcheck.evaluation.vectors import Arrays, Vectors, random_vectors
 from jaxfn._gradcheck.problem.derivatives import ADMode, available
-from jaxfn._gradcheck.problem.staging import JaxprFunction, stage
 from jaxfn._gradcheck.projections import Projections
 from jaxfn._gradcheck.tolerance import ATOL, RTOL
 from jaxfn._jaxpr import eval_jaxpr_with, subjaxprs

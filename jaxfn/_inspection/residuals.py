@@ -14,8 +14,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.core import AbstractValue
 
+from jaxfn._check.reports import aligned, html_table
 from jaxfn._compat import make_jaxpr, memory_space, name_p
-from jaxfn._inspection.reports import aligned, html_table
 from jaxfn._jaxpr import SubJaxpr, is_any_of, is_variable, open_jaxpr, primitives, subjaxprs
 from jaxfn._observe import OBSERVATION, Label, Observation, label_p
 from jaxfn._primitives import tie_p

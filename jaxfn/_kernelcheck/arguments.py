@@ -11,8 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.tree_util import tree_unflatten
 
+from jaxfn._check.arguments import named_leaves
 from jaxfn._check.draws import random_generator
-from jaxfn._gradcheck.problem.problem import named_leaves
 from jaxfn._tree import is_array_leaf, is_inexact, is_key
 
 _SAMPLE_ULPS = 4  # the largest difference of two samples, in units in the last place

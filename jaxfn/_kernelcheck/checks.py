@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxfn._gradcheck.problem.staging import JaxprFunction, is_same_output, stage
+from jaxfn._check.staging import JaxprFunction, is_same_output, stage
 from jaxfn._gradcheck.report.progress import Progress
 from jaxfn._kernelcheck.arguments import Arguments, Arrays, nan_padded
 from jaxfn._kernelcheck.comparison import Float64Reference, KernelComparison, Samples

@@ -8,8 +8,8 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
+from jaxfn._check.arguments import function_name
 from jaxfn._check.draws import random_generator
-from jaxfn._gradcheck.problem.problem import function_name
 from jaxfn._gradcheck.report.progress import Progress
 from jaxfn._kernelcheck.arguments import flatten_arguments
 from jaxfn._kernelcheck.checks import NAMES, CheckOptions, CustomCheck, run_checks

@@ -17,6 +17,7 @@ import numpy as np
 from jax.tree_util import tree_leaves
 
 from jaxfn._check.draws import draw
+from jaxfn._check.reports import first_line
 from jaxfn._jaxpr import all_eqns, open_jaxpr
 from jaxfn._parity.inputs import Array, Inputs
 from jaxfn._torch.values.arrays import to_jax, to_torch
@@ -86,11 +87,6 @@ class Backend(ABC):
     @abstractmethod
     def second_derivatives(self, inputs: Inputs) -> Measurements:
         """Returns the gradients of all gradients, for random cotangents, by input and by `grad_output 0`, ..."""
-
-
-def first_line(error: Exception) -> str:
-    """Returns the first line of an error's text, or its type if it has none."""
-    return next(iter(str(error).strip().splitlines()), type(error).__name__)
 
 
 def output_leaves(returned: Any, name: str, is_array: Callable[[Any], bool]) -> dict[int, Any]:

@@ -7,7 +7,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from jaxfn._parity.backends import Measurements, draw_tensor, first_line, output_leaves, to_numpy
+from jaxfn._check.reports import first_line
+from jaxfn._parity.backends import Measurements, draw_tensor, output_leaves, to_numpy
 from jaxfn._parity.inputs import Array, Inputs
 from jaxfn._torch.values.arrays import to_torch
 

@@ -12,7 +12,8 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from jaxfn._parity.backends import Measurements, first_line
+from jaxfn._check.reports import first_line
+from jaxfn._parity.backends import Measurements
 from jaxfn._parity.comparison import measured_ulps
 from jaxfn._parity.inputs import Array
 from jaxfn._parity.module_record import ModuleRecord, module_record

@@ -11,8 +11,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxfn._check.reports import first_line
 from jaxfn._observe import CallMonitor
-from jaxfn._parity.backends import JaxBackend, Measurements, TorchBackend, first_line
+from jaxfn._parity.backends import JaxBackend, Measurements, TorchBackend
 from jaxfn._parity.comparison import compare, errors, rounding
 from jaxfn._parity.inputs import Array, Inputs
 from jaxfn._parity.module_check import check_module

@@ -33,7 +33,7 @@ LAYERS = [
     ("jaxfn._torch.convert",),
     ("jaxfn._torch",),
     ("jaxfn._check",),
-    ("jaxfn._gradcheck.problem", "jaxfn._gradcheck.report", "jaxfn._inspection.reports"),
+    ("jaxfn._gradcheck.problem", "jaxfn._gradcheck.report", "jaxfn._check.reports"),
     ("jaxfn._gradcheck", "jaxfn._inspection", "jaxfn._kernelcheck", "jaxfn._parity"),
     ("jaxfn",),
 ]

@@ -12,9 +12,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxfn._check.staging import HAVE_RULES, LAX_PRIMITIVES, JaxprFunction, stage
 from jaxfn._compat import SymbolicZero, closed_call_p, is_code_of_jax
 from jaxfn._gradcheck.problem.problem import Leaf, LeafFunction, Problem
-from jaxfn._gradcheck.problem.staging import HAVE_RULES, LAX_PRIMITIVES, JaxprFunction, stage
 from jaxfn._jaxpr import identity_primitives, is_any_of, is_reverse_only, jaxprs_in_params, open_jaxpr, subjaxpr_rules
 from jaxfn._observe import CallMonitor
 from jaxfn._primitives import linear_map_p
