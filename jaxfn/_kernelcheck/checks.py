@@ -249,11 +249,12 @@ def run_checks(
     if problem:
         yield _problem_row(comparison, "outputs", "the kernel", problem)
         return
-    checks = [*IN_EVERY_DTYPE, *(IN_ONE_DTYPE if is_first else ())]
+    plain = [("outputs", values), ("determinism", determinism), *([("determinism", eager_determinism)] * is_first)]
+    checks = [*plain, *IN_EVERY_DTYPE, *(IN_ONE_DTYPE if is_first else ())]
     progress.expect(len(checks))
     is_right = True
     for number, (name, check) in enumerate(checks):
-        if number >= _NUM_PLAIN and not is_right:  # every other check would fail too
+        if number >= len(plain) and not is_right:  # every other check would fail too
             return
         for row in _rows(name, check, comparison, options) if name not in options.skip else ():
             is_right &= row.passed
@@ -339,18 +340,14 @@ def _listed(sizes: Sequence[Arguments]) -> Iterator[tuple[str, Arguments]]:
 
 
 _SCALES = (1e-3, 1e3)
-_NUM_PLAIN = 2  # the checks at the start of the list after which nothing else is checked if they fail
 # The checks in every dtype, which use executables that exist already, and those in the first dtype only.
 IN_EVERY_DTYPE: list[tuple[str, Check]] = [
-    ("outputs", values),
-    ("determinism", determinism),
     ("scales", scales),
     ("constants", constants),
 ]
 IN_ONE_DTYPE: list[tuple[str, Check]] = [
     ("vacuous", vacuous),
     ("undifferentiated", undifferentiated),
-    ("determinism", eager_determinism),
     ("jit", jit),
     ("padding", padding),
     ("vmap", vmap),
@@ -360,4 +357,4 @@ IN_ONE_DTYPE: list[tuple[str, Check]] = [
     ("donation", donation),
     ("shard", shard),
 ]
-NAMES = tuple(dict.fromkeys(["outputs", "gradients", *(name for name, _ in (*IN_EVERY_DTYPE, *IN_ONE_DTYPE))]))
+NAMES = ("outputs", "gradients", "determinism", *(name for name, _ in (*IN_EVERY_DTYPE, *IN_ONE_DTYPE)))

@@ -60,8 +60,8 @@ def kernelcheck(
     - "donation": arguments keep their values, unless they are donated.
     - "shard": results on several devices.
 
-    The first four run in each dtype, the others in the first dtype. If outputs, gradients or the determinism of the
-    compiled kernel are wrong, nothing else is checked. A check of more than two seconds shows its progress, if tqdm is
+    The first four run in each dtype, the others in the first dtype. If outputs or gradients are wrong, or
+    differ between two runs, nothing else is checked. A check of more than two seconds shows its progress, if tqdm is
     installed.
 
     Args:
