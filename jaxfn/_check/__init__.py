@@ -1,1 +1,1 @@
-"""What `gradcheck`, `kernelcheck` and `paritycheck` share."""
+"""The foundation that `gradcheck`, `kernelcheck` and `paritycheck` share."""

@@ -1,4 +1,4 @@
-"""How close is close: the errors that a good implementation may have, by the magnitude of the numbers.
+"""Errors that a good implementation may have, by the magnitude of the numbers.
 
 # Note: groups of magnitudes
 

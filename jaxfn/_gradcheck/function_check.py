@@ -70,7 +70,7 @@ def check(
 
     Args:
       func: A differentiable JAX callable; see `gradcheck`.
-      inputs: A tuple of the arguments, or the only argument.
+      inputs: A tuple or list of the arguments, or the only argument, if it is neither.
       raise_exception: Whether to raise on failure.
       argnums: The arguments to differentiate with respect to, as in `jax.grad`. Default: every inexact array.
       surrogate: The function whose derivative the rule claims to be; see `gradcheck`.

@@ -84,7 +84,8 @@ def gradcheck(
     Args:
       func: A differentiable JAX callable: a Function's `apply`, a decorated function, a `jax.custom_vjp`, a lambda that
         calls any of these. It may take and return pytrees.
-      inputs: A tuple of the arguments, or the only argument. NumPy's float64 arrays stay in float64.
+      inputs: A tuple or list of the arguments, or the only argument, if it is neither. NumPy's float64 arrays stay in
+        float64.
       eps: The step of finite differences. Default: 1e-6, or longer for a function that computes in lower precision.
       atol: The absolute tolerance. Default: 1e-5.
       rtol: The relative tolerance. Default: 1e-3. Any others mean exactly

@@ -20,7 +20,7 @@ from jaxfn._kernelcheck.implementations import Implementation, KernelError, Outp
 from jaxfn._kernelcheck.rows import Row
 
 _FEW_DRAWS = 2
-_MAX_NUMBERS = 1 << 20  # in all samples of inputs and outputs together
+_MAX_NUMBERS = 1 << 20  # in all samples of all inputs and outputs
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,7 @@
 """Comparison of two arrays, by the rounding errors of their dtype and by those that torch has been measured to have.
 
 The usual rounding is relative to numbers of about an entry's magnitude. A gradient that is zero is all rounding, in
-torch too: its errors there are measured, as the difference of torch's results in two dtypes.
+torch too: its errors are measured there, as the differences of its results in two dtypes for samples of the inputs.
 """
 
 from __future__ import annotations
@@ -10,10 +10,9 @@ from dataclasses import replace
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
-from jaxfn._check.closeness import by_magnitude, group_scale, magnitude_groups, observed
+from jaxfn._check.closeness import by_magnitude, estimated, group_scale, magnitude_groups, observed
 from jaxfn._parity.inputs import Array
 from jaxfn._parity.report import Row
 from jaxfn._tree import double, is_inexact
@@ -27,7 +26,7 @@ _RTOL = {
     **dict.fromkeys(("float32", "complex64"), 2e-5),
 }
 _RTOL_DOUBLE = 1e-9
-_SAFETY = 4  # factor between torch's measured errors and those that JAX may have
+_LARGEST_RATIO = 32  # between the largest errors of torch and those that JAX may have
 
 
 def rounding(dtype: Any) -> float:
@@ -59,17 +58,19 @@ def compare(
     return replace(row, max_error=error, relative_error=relative, tolerance=tolerance, verdict=verdict)
 
 
-def measured_ulps(coarse: Array | None, precise: Array | None) -> Any:
-    """Returns torch's errors in the coarser of two dtypes, in units of its epsilon, for each entry; 0 if unknown."""
-    if coarse is None or precise is None or coarse.shape != precise.shape or not is_inexact(coarse.dtype):
+def expected_ulps(measured: Array | None, expected: Array | None) -> Any:
+    """Returns the errors that are allowed in addition, in units of the epsilon of a dtype, for each entry.
+
+    Args:
+      measured: the errors of torch in these units, of shape (samples, *shape); `None` if they are not known.
+      expected: the values in double precision.
+    """
+    if measured is None or expected is None or not expected.size:
         return 0.0
-    with np.errstate(invalid="ignore"):
-        error, magnitude = abs(coarse.astype(precise.dtype) - precise), abs(precise)
-    is_finite = np.isfinite(error)
-    magnitude = np.where(is_finite, magnitude, 0.0)
-    groups = magnitude_groups(magnitude, floor=error[is_finite].max(initial=0.0))
-    measured = by_magnitude(np.where(is_finite, error, np.nan)[None], magnitude, groups, observed)
-    return _SAFETY * measured.largest / float(jnp.finfo(coarse.dtype).eps)
+    magnitudes = np.where(np.isfinite(expected), abs(expected), 0.0)
+    groups = magnitude_groups(magnitudes)
+    likely, seen = (by_magnitude(measured, magnitudes, groups, of).largest for of in (estimated, observed))
+    return np.minimum(likely, _LARGEST_RATIO * seen)
 
 
 def errors(

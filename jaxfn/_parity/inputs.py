@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from itertools import combinations
 from typing import Any
 
+import jax.numpy as jnp
 import numpy as np
 from jax.tree_util import keystr, tree_flatten_with_path, tree_unflatten
 
@@ -18,6 +19,7 @@ Array = np.ndarray[Any, Any]
 _ALL_SUBSETS_UP_TO = 5
 # A relative step away from a kink: large compared with double precision, small compared with the values.
 _STEP = 1e-4
+_ULPS = 2  # the change of a sample, in units in the last place
 
 
 class Inputs:
@@ -79,9 +81,15 @@ class Inputs:
         """Whether the differentiable arrays are in double precision."""
         return bool(self.values) and all(x.dtype == double(x.dtype) for x in self.values)
 
-    def in_single(self) -> Inputs:
-        """The inputs in single precision."""
-        return self._with_values([x.astype(np.complex64 if x.dtype.kind == "c" else np.float32) for x in self.values])
+    def sample(self, number: int) -> Inputs:
+        """The inputs below double precision, changed by a few units in the last place unless the number is 0."""
+        values: list[Array] = []
+        for i, x in enumerate(self.values):
+            single = np.dtype(np.complex64 if x.dtype.kind == "c" else np.float32)
+            dtype = single if self.are_double else x.dtype
+            factors = 1 + _ULPS * float(jnp.finfo(dtype).eps) * draw(f"sample {number}", i, x.real.astype(np.float64))
+            values.append((x * factors).astype(dtype) if number else x.astype(dtype))
+        return self._with_values(values)
 
     def nudged(self) -> Inputs:
         """The inputs in double precision, each number changed by a small random step."""

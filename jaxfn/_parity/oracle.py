@@ -14,11 +14,11 @@ import numpy as np
 
 from jaxfn._check.reports import first_line
 from jaxfn._parity.backends import Measurements
-from jaxfn._parity.comparison import measured_ulps
+from jaxfn._parity.comparison import expected_ulps
 from jaxfn._parity.inputs import Array
 from jaxfn._parity.module_record import ModuleRecord, module_record
 
-_RUNS = ("native", "double", "nudged", "single")
+_RUNS = ("native", "double", "nudged", "errors")
 _FORMAT = 2  # the first format had other random grad_outputs
 
 
@@ -30,7 +30,7 @@ class Oracle:
       name: the name of the function.
       args: its arguments, with NumPy arrays.
       native, double, nudged: the results for the arguments in their dtypes, in double precision, and a small step away.
-      single: those in single precision if the arguments are in double precision.
+      errors: the errors of torch below double precision, in units of the epsilon, of shape (samples, *shape).
       no_second_order: the reason if there are no second derivatives.
       no_double: the reason if the function does not run in double precision; `double` and `nudged` are empty then.
       versions: the versions of torch and NumPy.
@@ -42,15 +42,15 @@ class Oracle:
     native: Measurements
     double: Measurements
     nudged: Measurements
-    single: Measurements
+    errors: Measurements
     no_second_order: str | None
     no_double: str | None
     versions: dict[str, str]
     module: ModuleRecord | None = None
 
     def ulps(self, what: str) -> Any:
-        """Returns torch's errors in an array, in units of the epsilon of its dtype, for each entry; 0 if unknown."""
-        return measured_ulps((self.single or self.native).get(what), self.double.get(what))
+        """Returns the errors to allow since torch has such, in units of the epsilon of a dtype, for each entry."""
+        return expected_ulps(self.errors.get(what), self.double.get(what))
 
     def without_derivatives(self) -> Oracle:
         """Returns the outputs."""

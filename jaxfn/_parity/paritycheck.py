@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Collection, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -22,6 +23,8 @@ from jaxfn._parity.names import Names
 from jaxfn._parity.oracle import Oracle, load, save
 from jaxfn._parity.report import ParityReport, Row
 from jaxfn._tree import is_inexact
+
+_SAMPLES = 4  # of the inputs, for which the errors of torch are measured
 
 
 def paritycheck(
@@ -245,16 +248,13 @@ def _run_torch(
         )
     double: Measurements = {}
     nudged: Measurements = {}
-    single: Measurements = {}
+    errors: Measurements = {}
     no_double = None
     try:
         backend = TorchBackend(func, differentiated, dtype=torch.float64)
         double, _ = backend.measure(inputs.in_double(), second_order)
         nudged, _ = backend.measure(inputs.nudged(), second_order)
-        if inputs.are_double:
-            single, _ = TorchBackend(func, differentiated, dtype=torch.float32).measure(
-                inputs.in_single(), second_order
-            )
+        errors = _errors_of_torch(func, inputs, second_order, differentiated, double)
     except Exception as error:  # it ran in the dtypes of the inputs: it has tensors of these, or checks dtypes
         no_double = first_line(error)
     return Oracle(
@@ -263,11 +263,37 @@ def _run_torch(
         native=measured,
         double=double,
         nudged=nudged,
-        single=single,
+        errors=errors,
         no_second_order=no_second_order,
         no_double=no_double,
         versions=_versions(torch),
     )
+
+
+def _errors_of_torch(
+    func: Any, inputs: Inputs, second_order: bool, differentiated: Collection[int] | None, double: Measurements
+) -> Measurements:
+    """Returns the errors of torch in the dtypes of the inputs, or in single precision; see `Oracle`.
+
+    There are none if torch draws random numbers: then two runs differ by more than errors.
+    """
+    torch = _import_torch("paritycheck")
+    dtype = torch.float32 if inputs.are_double else None
+    exact = partial(TorchBackend, func, differentiated, dtype=torch.float64)
+    again, _ = exact().measure(inputs.in_double(), second_order)
+    if not all(np.array_equal(x, again[what], equal_nan=True) for what, x in double.items()):
+        return {}
+    errors: dict[str, list[Array]] = {}
+    for number in range(_SAMPLES):
+        sample = inputs.sample(number)
+        coarse, _ = TorchBackend(func, differentiated, dtype=dtype).measure(sample, second_order)
+        precise, _ = exact().measure(sample.in_double(), second_order)
+        for what, x in coarse.items():
+            if is_inexact(x.dtype) and what in precise and x.shape == precise[what].shape:
+                with np.errstate(invalid="ignore"):
+                    error = abs(x.astype(precise[what].dtype) - precise[what])
+                errors.setdefault(what, []).append(error / _eps(x.dtype))
+    return {what: np.stack(found) for what, found in errors.items()}
 
 
 def _compare(

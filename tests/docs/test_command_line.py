@@ -107,7 +107,7 @@ def test_parity_and_explain(folder):
 RAISING = {
     ("check", "functions:raising", "--shape", "3"): "ValueError: mine",
     ("check", "functions:square", "--inputs", "functions:raising_inputs"): "TypeError: mine",
-    ("parity", "functions:raising", "functions:square", "--inputs", "functions:inputs"): "mine",
+    ("parity", "functions:raising", "torch:square", "--inputs", "functions:inputs"): "ValueError: mine",
 }
 
 

@@ -276,7 +276,7 @@ def test_a_kink_is_named(what):
 
 @row("G4")
 @cells("value", [5.0, -0.5])
-def test_a_wrong_value_at_a_kink_is_no_kink(value):
+def test_a_wrong_value_at_a_kink_is_not_a_kink(value):
     def backward(ctx, g):
         (x,) = ctx.saved_tensors
         return jnp.where(x == 0, value * g, jnp.where(x > 0, g, 0.0))
