@@ -56,6 +56,7 @@ from jaxfn._once_differentiable import once_differentiable
 from jaxfn._vmap_method import VmapInfo
 
 if TYPE_CHECKING:
+    from jaxfn._check.reports import CheckError, CheckReport
     from jaxfn._gradcheck import (
         FunctionReport,
         GradcheckError,
@@ -67,7 +68,6 @@ if TYPE_CHECKING:
     )
     from jaxfn._inspection.find_nan import NanOrigin, find_nan
     from jaxfn._inspection.logs import logged, with_logs
-    from jaxfn._inspection.reports import CheckError, CheckReport
     from jaxfn._inspection.residuals import Residual, ResidualComparison, ResidualTable, residuals
     from jaxfn._kernelcheck import KernelcheckError, KernelReport, kernelcheck
     from jaxfn._parity.paritycheck import paritycheck, record_oracle
@@ -132,7 +132,7 @@ _TOOLS = {
         "gradgradcheck",
     ),
     "jaxfn._inspection.find_nan": ("NanOrigin", "find_nan"),
-    "jaxfn._inspection.reports": ("CheckError", "CheckReport"),
+    "jaxfn._check.reports": ("CheckError", "CheckReport"),
     "jaxfn._inspection.logs": ("logged", "with_logs"),
     "jaxfn._inspection.residuals": ("ResidualComparison", "ResidualTable", "Residual", "residuals"),
     "jaxfn._kernelcheck": ("KernelReport", "KernelcheckError", "kernelcheck"),

@@ -15,6 +15,7 @@ from typing import Any, NoReturn
 import numpy as np
 
 import jaxfn
+from jaxfn._check.reports import first_line
 
 _EXAMPLES = """examples:
   python -m jaxfn check my_package.functions:Linear --shape 2,3 --shape 4,3 --shape 4
@@ -44,15 +45,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         options = _parser().parse_args(argv)
         return options.run(options)
     except _UsageError as error:
-        print(f"jaxfn: {_first_line(error)}", file=sys.stderr)
+        print(f"jaxfn: {first_line(error)}", file=sys.stderr)
         return 2
     except Exception as error:  # raised by the function that is checked
-        print(f"jaxfn: {type(error).__name__}: {_first_line(error)}", file=sys.stderr)
+        print(f"jaxfn: {type(error).__name__}: {first_line(error)}", file=sys.stderr)
         return 1
-
-
-def _first_line(error: BaseException) -> str:
-    return next(iter(str(error).strip().splitlines()), type(error).__name__)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -136,8 +133,7 @@ def _callable(name: str) -> Callable[..., Any]:
 
 def _inputs(options: Any) -> tuple[Any, ...]:
     if options.inputs:
-        inputs = _load(options.inputs)()
-        return tuple(inputs) if isinstance(inputs, (tuple, list)) else (inputs,)
+        return _arguments(options.inputs)
     if not options.shape:
         raise _UsageError("arguments are missing: pass --shape once per argument, or --inputs module:name")
     generator = np.random.default_rng(options.seed)
@@ -161,57 +157,55 @@ def _conclude(options: Any, report: Any) -> int:
 def _check(options: Any) -> int:
     function = _callable(options.function)
     surrogate = _callable(options.surrogate) if options.surrogate else None
-    try:
-        report = jaxfn.check(function, _inputs(options), surrogate=surrogate, raise_exception=False)
-    except ValueError as error:
-        raise _UsageError(str(error)) from error
-    return _conclude(options, report)
+    return _conclude(options, jaxfn.check(function, _inputs(options), surrogate=surrogate, raise_exception=False))
 
 
 def _parity(options: Any) -> int:
     function = _callable(options.function)
     if (options.reference is None) == (options.oracle is None):
         raise _UsageError("pass either a reference or --oracle")
-    try:
-        if options.oracle:
-            if not Path(options.oracle).is_file():
-                raise _UsageError(f"there is no file {options.oracle}")
-            report = jaxfn.paritycheck(function, options.oracle, raise_exception=False)
-        else:
-            report = jaxfn.paritycheck(function, _callable(options.reference), _inputs(options), raise_exception=False)
-    except (ImportError, ValueError) as error:
-        raise _UsageError(str(error)) from error
-    return _conclude(options, report)
+    if options.oracle:
+        if not Path(options.oracle).is_file():
+            raise _UsageError(f"there is no file {options.oracle}")
+        reference, inputs = options.oracle, None
+    else:
+        reference, inputs = _callable(options.reference), _inputs(options)
+    return _conclude(options, jaxfn.paritycheck(function, reference, inputs, raise_exception=False))
 
 
 def _explain(options: Any) -> int:
     try:
         converted = jaxfn.from_torch(_load(options.function))
-        if not hasattr(converted, "explain"):
-            raise _UsageError(f"{options.function} is a Python function; explain takes a torch Function")
-        explanation = converted.explain(*_inputs(options))
-    except (ImportError, TypeError, jaxfn.TranslationError) as error:
+    except (ImportError, TypeError) as error:
         raise _UsageError(str(error)) from error
+    if not hasattr(converted, "explain"):
+        raise _UsageError(f"{options.function} is a Python function; explain takes a torch Function")
+    explanation = converted.explain(*_inputs(options))
     print(json.dumps({"explanation": str(explanation)}) if options.json else explanation)
     return 0
 
 
 def _port(options: Any) -> int:
     port = importlib.import_module("jaxfn._port")
-    try:
-        examples = [_example(text, options.seed, port.parse_example) for text in options.example]
-        written = port.write_port(_load(options.function), examples, Path(options.output))
-    except (ImportError, TypeError, ValueError, jaxfn.TranslationError) as error:
-        raise _UsageError(" ".join(str(error).split())) from error
+    examples = [_example(text, options.seed, port.parse_example) for text in options.example]
+    written = port.write_port(_load(options.function), examples, Path(options.output))
     result = {"files": list(map(str, written.files)), "notes": written.notes}
     print(json.dumps(result) if options.json else "\n".join((*(f"wrote {x}" for x in result["files"]), *written.notes)))
     return 0
 
 
 def _example(text: str, seed: int, parse: Callable[[str, int], tuple[Any, ...]]) -> tuple[Any, ...]:
-    if not re.fullmatch(r"[\w.]+:[\w.]+", text):
+    if re.fullmatch(r"[\w.]+:[\w.]+", text):
+        return _arguments(text)
+    try:
         return parse(text, seed)
-    found = _load(text)
+    except ValueError as error:
+        raise _UsageError(" ".join(str(error).split())) from error
+
+
+def _arguments(name: str) -> tuple[Any, ...]:
+    """Imports arguments, or a function that returns them."""
+    found = _load(name)
     found = found() if callable(found) else found
     return tuple(found) if isinstance(found, (tuple, list)) else (found,)
 

@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxfn._check.staging import bytes_per_call, is_same_output, stage
 from jaxfn._gradcheck.compare import rows_of_columns
 from jaxfn._gradcheck.evaluation.batches import BATCH_BYTES, as_rows, differences, points
 from jaxfn._gradcheck.evaluation.execution import ExecutionMode
@@ -30,7 +31,6 @@ from jaxfn._gradcheck.problem.derivatives import (
     restrict_outputs,
 )
 from jaxfn._gradcheck.problem.problem import LeafFunction, Problem
-from jaxfn._gradcheck.problem.staging import bytes_per_call, is_same_output
 from jaxfn._gradcheck.tolerance import Tolerance, are_resolved, excess, largest
 
 _COMBINATION = (2.0, -3.0)
@@ -202,8 +202,7 @@ class PropertyChecks:
         d = self.mode
         a, b = _COMBINATION
         for leaf, (u, v, combined, zero, *_) in zip(d.result_leaves, r["batch"], strict=True):
-            scale = float(max(largest(a * u), largest(b * v)))
-            if not self.tolerance.agrees(combined, a * u + b * v, scale):
+            if not self.tolerance.agrees(combined, a * u + b * v, np.maximum(abs(a * u), abs(b * v))):
                 problems.append(
                     f"{d.method} is not linear: the {d.result_name} of {leaf.name} for the {d.seed_name} {a:g} u "
                     f"{b:+g} v is not that combination of the {d.result_name}s for u and for v."
@@ -345,7 +344,7 @@ class PropertyChecks:
     def _staged(self, derivative: Derivative) -> Derivative:
         vectors = random_vectors(self.mode.seed_leaves, 1)
         if self.derivatives.is_traced:
-            return self.derivatives.stage(derivative, self.xs, vectors)
+            return stage(derivative, self.xs, vectors)
         derivative(self.xs, vectors)
         return derivative
 

@@ -17,7 +17,7 @@ from jaxfn._gradcheck.tolerance import Tolerance, excess, largest
 _MAX_WORST = 8
 _DOUBLE_BYTES = 8
 _STEADY = 4  # a real mistake changes by less than this fraction of itself
-_NUDGES = 6
+_NUDGES = 12
 _NEARER = 1e-6  # factor of nudges, if others change the derivative or leave the function's domain
 _FAR = 0.1  # a larger relative change of both derivatives is not rounding
 _TINY = float(np.finfo(float).tiny)

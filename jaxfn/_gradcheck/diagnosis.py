@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
 from jaxfn._gradcheck.compare import Comparison, JacobianBlock
-from jaxfn._gradcheck.evaluation.vectors import Basis
+from jaxfn._gradcheck.evaluation.vectors import Basis, random_vectors
 from jaxfn._gradcheck.problem.derivatives import ADMode, available
 from jaxfn._gradcheck.problem.problem import Leaf
-from jaxfn._gradcheck.report.kinds import mismatch_kind
+from jaxfn._gradcheck.report.kinds import KINK, mismatch_kind
 from jaxfn._gradcheck.report.report import Entry, Mismatch
 from jaxfn._gradcheck.tolerance import excess
 
 _DENSE = 1 << 16  # a Jacobian of up to this many entries is computed as a whole
+_ASIDE = 1e-4  # relative step away from a kink
+_BETWEEN = 0.01  # slack, relative to the difference of both sides
 _SHOWN = 5
 _BLOCKS_SHOWN = 8
 
@@ -91,12 +93,32 @@ class Diagnosis:
             reference = self._reference(values)
             shapes = mismatch.output_shape, mismatch.input_shape
             mesh_axes = self.comparison.derivatives.mesh_axes
-            mismatch.kind = mismatch_kind(
+            mismatch.kind = (self._is_kink(block, values) and KINK) or mismatch_kind(
                 values.analytic, reference, *shapes, mesh_axes, is_forward=self.mode.is_forward
             )
             matrices = {"analytic": values.analytic, "numeric": values.numeric, "autodiff": values.autodiff}
             mismatch.matrices = {name: matrix for name, matrix in matrices.items() if matrix is not None}
         return mismatch
+
+    def _is_kink(self, block: JacobianBlock, values: BlockValues) -> bool:
+        """Whether the rule is right on two opposite sides, and its wrong values are between those of both sides."""
+        wrong, references = self._excesses(values) > 1, list[Any]()
+        if np.iscomplexobj(values.analytic) or not np.isfinite(values.analytic).all():
+            return False
+        evaluator = self.comparison.evaluator
+        for sign in (1, -1):
+            step = [sign * _ASIDE * (1 + abs(np.asarray(x))) for x in evaluator.xs]
+            vectors = random_vectors(self.comparison.derivatives.inputs, 0)
+            moved = [np.asarray(x) + s * v for x, s, v in zip(evaluator.xs, step, vectors, strict=True)]
+            there = replace(self, comparison=replace(self.comparison, evaluator=evaluator.at(moved)))
+            aside = there._values(block, values.rows, values.columns, with_differences=not self.by_autodiff)
+            if (there._excesses(aside) > 1).any():
+                return False
+            references.append(self._reference(aside))
+        low, high = np.minimum(*references), np.maximum(*references)
+        slack = _BETWEEN * (high - low)
+        is_between = (values.analytic >= low - slack) & (values.analytic <= high + slack)
+        return bool((is_between & (slack > values.tolerances))[wrong].all())
 
     def _entry(self, block: JacobianBlock, values: BlockValues, i: int, j: int, tolerance: float) -> Entry:
         output, input = self._leaves(block)

@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from typing import Any, Literal, overload
 
 import jax
-import jax.numpy as jnp
 
 from jaxfn._gradcheck.problem.derivatives import UnavailableError
 from jaxfn._gradcheck.problem.problem import make_problem
 from jaxfn._gradcheck.problem.second import second_order
 from jaxfn._gradcheck.report.report import GradcheckReport
 from jaxfn._gradcheck.run import Options, run_check
-from jaxfn._gradcheck.tolerance import ATOL, RTOL, Default
+from jaxfn._gradcheck.tolerance import ATOL, EPS, RTOL
 
-EPS = Default(1e-6)
 MAX_MEMORY = 512 << 20
 
 
@@ -46,7 +43,6 @@ def gradcheck(
     argnums: int | Sequence[int] | None = None,
     reference: str = "both",
     surrogate: Callable[..., Any] | None = None,
-    dtype: Any = None,
     max_memory: int = MAX_MEMORY,
     return_report: Literal[False] = False,
 ) -> bool: ...
@@ -71,7 +67,6 @@ def gradcheck(
     argnums: int | Sequence[int] | None = None,
     reference: str = "both",
     surrogate: Callable[..., Any] | None = None,
-    dtype: Any = None,
     max_memory: int = MAX_MEMORY,
     return_report: bool = False,
 ) -> bool | GradcheckReport:
@@ -89,11 +84,12 @@ def gradcheck(
     Args:
       func: A differentiable JAX callable: a Function's `apply`, a decorated function, a `jax.custom_vjp`, a lambda that
         calls any of these. It may take and return pytrees.
-      inputs: A tuple of the arguments, or the only argument. NumPy's float64 arrays stay in float64.
+      inputs: A tuple or list of the arguments, or the only argument, if it is neither. NumPy's float64 arrays stay in
+        float64.
       eps: The step of finite differences. Default: 1e-6, or longer for a function that computes in lower precision.
       atol: The absolute tolerance. Default: 1e-5.
-      rtol: The relative tolerance. Default: 1e-3. If one is passed, they mean exactly
-        `|analytic - reference| <= atol + rtol * |reference|`. By default, the tolerance for a precise reference
+      rtol: The relative tolerance. Default: 1e-3. Any others mean exactly
+        `|analytic - reference| <= atol + rtol * |reference|`. With these, the tolerance for a precise reference
         (autodiff, or finite differences with a small error estimate) is a thousand times smaller, but never smaller
         than its errors and rounding: a factor of 1.001 is found. Finite differences of a function that loses digits
         have larger errors, which are estimated and allowed. Next to the end of its domain shorter steps are taken.
@@ -121,11 +117,6 @@ def gradcheck(
       surrogate: For a rule that is deliberately not the derivative (straight-through): a function of the same inputs
         whose derivative the rule claims to be. Its autodiff decides where finite differences disagree, as for
         `lambda x: x + stop_gradient(round(x) - x)`.
-      dtype: The dtype to which to cast the inputs, for a function that cannot run in double precision, such as a kernel
-        with a float32 output. Then the reference is autodiff in float64, of `surrogate` or else of the operations in
-        `forward`, and no finite differences are taken, as most of them would be rounding. By default `rtol` is the
-        square root of the epsilon of the dtype, and `atol` a hundredth of that, for entries of order 1.
-        `kernelcheck` measures the errors of a plain implementation, which is more precise.
       max_memory: The number of bytes that may be used at a time (default: 512 MiB); large Jacobians are compared in
         parts.
       return_report: Whether to return the report, whatever it says, instead of True or False.
@@ -153,7 +144,6 @@ def gradcheck(
 
     Torch counterpart: `torch.autograd.gradcheck`.
     """
-    atol, rtol = _tolerances(atol, rtol, dtype)
     options = Options(
         eps=eps,
         atol=atol,
@@ -169,11 +159,10 @@ def gradcheck(
         fast_mode=fast_mode,
         reference=reference,
         has_surrogate=surrogate is not None,
-        dtype=dtype,
         max_memory=max_memory,
     )
     with jax.enable_x64(True):
-        problem = make_problem(func, inputs, argnums, surrogate, dtype)
+        problem = make_problem(func, inputs, argnums, surrogate)
     return _result_of(run_check(problem, options), raise_exception, return_report)
 
 
@@ -203,7 +192,6 @@ def gradgradcheck(
     argnums: int | Sequence[int] | None = None,
     reference: str = "both",
     surrogate: Callable[..., Any] | None = None,
-    dtype: Any = None,
     max_memory: int = MAX_MEMORY,
     return_report: Literal[False] = False,
 ) -> bool: ...
@@ -228,7 +216,6 @@ def gradgradcheck(
     argnums: int | Sequence[int] | None = None,
     reference: str = "both",
     surrogate: Callable[..., Any] | None = None,
-    dtype: Any = None,
     max_memory: int = MAX_MEMORY,
     return_report: bool = False,
 ) -> bool | GradcheckReport:
@@ -244,7 +231,7 @@ def gradgradcheck(
       check_undefined_grad, check_grad_dtypes, check_batched_grad: See `gradcheck`.
       check_fwd_over_rev: Whether to check forward mode over reverse mode.
       check_rev_over_rev: Whether to check reverse mode over reverse mode.
-      fast_mode, masked, argnums, reference, surrogate, dtype, max_memory, return_report: See `gradcheck`.
+      fast_mode, masked, argnums, reference, surrogate, max_memory, return_report: See `gradcheck`.
 
     Returns:
       As `gradcheck`.
@@ -260,7 +247,6 @@ def gradgradcheck(
 
     Torch counterpart: `torch.autograd.gradgradcheck`.
     """
-    atol, rtol = _tolerances(atol, rtol, dtype)
     options = Options(
         name="gradgradcheck",
         eps=eps,
@@ -277,25 +263,16 @@ def gradgradcheck(
         fast_mode=fast_mode,
         reference=reference,
         has_surrogate=surrogate is not None,
-        dtype=dtype,
         max_memory=max_memory,
     )
     with jax.enable_x64(True):
-        problem = make_problem(func, inputs, argnums, surrogate, dtype)
+        problem = make_problem(func, inputs, argnums, surrogate)
         try:
             problem = second_order(problem, grad_outputs)
         except UnavailableError as error:
             report = GradcheckReport(problem.name, options.name, problems=[f"backward raised {error}"])
             return _result_of(report, raise_exception, return_report)
     return _result_of(run_check(problem, options), raise_exception, return_report)
-
-
-def _tolerances(atol: float, rtol: float, dtype: Any) -> tuple[float, float]:
-    """Returns both tolerances, by default those of the dtype."""
-    if dtype is not None and isinstance(atol, Default) and isinstance(rtol, Default):
-        root = math.sqrt(float(jnp.finfo(dtype).eps))
-        return Default(root / 100), Default(root)
-    return atol, rtol
 
 
 def _result_of(report: GradcheckReport, raise_exception: bool, return_report: bool) -> bool | GradcheckReport:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from time import perf_counter
 
 import jax
 import numpy as np
@@ -18,17 +18,21 @@ from jaxfn._gradcheck.evaluation.execution import ExecutionMode
 from jaxfn._gradcheck.problem.derivatives import Derivatives, UnavailableError, available, derive
 from jaxfn._gradcheck.problem.problem import Problem
 from jaxfn._gradcheck.projections import PROJECTIONS, Projections
-from jaxfn._gradcheck.report.kinds import name_swapped
+from jaxfn._gradcheck.report.kinds import KINK, name_swapped
 from jaxfn._gradcheck.report.progress import Progress
 from jaxfn._gradcheck.report.report import GradcheckReport, Mismatch
 from jaxfn._gradcheck.saved import explain_by_saved
-from jaxfn._gradcheck.tolerance import Default, Tolerance
+from jaxfn._gradcheck.tolerance import ATOL, EPS, RTOL, Tolerance
 
 REFERENCES = ("both", "finite_differences", "autodiff")
 _DOUBLE_EPS = float(np.finfo(np.float64).eps)
 # In fast mode a failing Jacobian of up to this many entries is computed as a whole, to show which entries are wrong.
 _MAX_EXPLAINED_ENTRIES = 1 << 20
 
+_KINK_HINT = (
+    "kink: the rule is right a small step away on either side, and its value here is between those of both sides. "
+    "Finite differences and autodiff may have another one: choose inputs off the kink."
+)
 _SURROGATE_HINT = (
     "a rule that is deliberately not the derivative of forward (straight-through, say) disagrees with finite "
     "differences and autodiff alike. Declare it with surrogate=, a function whose derivative the rule claims to be."
@@ -53,15 +57,12 @@ class Options:
     fast_mode: bool
     reference: str
     has_surrogate: bool
-    dtype: Any
     max_memory: int
     name: str = "gradcheck"
 
     def __post_init__(self) -> None:
         if self.reference not in REFERENCES:
             raise ValueError(f"reference is {self.reference!r}; it must be one of {', '.join(map(repr, REFERENCES))}")
-        if self.dtype is not None and self.reference == "finite_differences":
-            raise ValueError("with dtype= there are no finite differences, which would be mostly rounding")
         needs = (
             ("check_batched_grad", self.check_batched_grad, "check_backward_ad", self.check_backward_ad),
             ("check_batched_forward_grad", self.check_batched_forward_grad, "check_forward_ad", self.check_forward_ad),
@@ -89,6 +90,7 @@ class _Check:
     """A check in progress."""
 
     def __init__(self, problem: Problem, options: Options) -> None:
+        self._start = perf_counter()
         self.options = options
         self.problem = problem
         self.report = GradcheckReport(problem.name, options.name)
@@ -101,7 +103,7 @@ class _Check:
         )
         self.report.source = _sources(self.derivatives)
         d = self.derivatives
-        is_default = isinstance(options.atol, Default) and isinstance(options.rtol, Default)
+        is_default = (options.atol, options.rtol) == (ATOL, RTOL)
         self.tolerance = Tolerance(float(options.atol), float(options.rtol), is_default, d.precision)
         self.step = _step(options.eps, d.precision)
         modes = ((options.check_backward_ad, d.reverse), (options.check_forward_ad, d.forward))
@@ -150,24 +152,11 @@ class _Check:
         d, note = self.derivatives, self.report.notes.append
         if not d.is_traced:
             note("JAX cannot trace the function, so it ran in a Python loop")
-        dtype = self.problem.dtype
-        if dtype is not None:
-            of = "surrogate" if self.options.has_surrogate else "forward"
-            by = f"atol {self.tolerance.atol:.2g}, rtol {self.tolerance.rtol:.2g}"
-            note(f"computed in {dtype}, with tolerances for that ({by}); compared with autodiff of {of} in float64")
-        elif d.precision > _DOUBLE_EPS:
+        if d.precision > _DOUBLE_EPS:
             note(f"the function computes in lower precision than double (spacing {d.precision:.1g})")
-        if self.options.reference == "autodiff" or dtype is not None:
-            for mode in self.modes:
-                if isinstance(mode.reference, UnavailableError):
-                    why = mode.reference
-                    if dtype is not None:
-                        raise ValueError(
-                            f"in {dtype} the reference is autodiff in float64, which is not possible for "
-                            f"{self.problem.name}: {why}. Give surrogate=, a function of plain operations of JAX whose "
-                            "derivative the rule claims to be."
-                        )
-                    raise ValueError(f'reference="autodiff" is not possible for {self.problem.name}: {why}')
+        for mode in self.modes if self.options.reference == "autodiff" else ():
+            if not mode.has_reference:
+                raise ValueError(f'reference="autodiff" is not possible for {self.problem.name}: {mode.reference}')
 
     def _check_properties(self) -> None:
         o, d = self.options, self.derivatives
@@ -184,7 +173,7 @@ class _Check:
                 nondet_tol=o.nondet_tol,
                 undefined=o.check_undefined_grad,
                 # Fast mode compares autodiff by projections.
-                samples_autodiff=o.reference == "both" and not o.fast_mode and self.problem.dtype is None,
+                samples_autodiff=o.reference == "both" and not o.fast_mode,
                 max_memory=o.max_memory,
             )
             found = self._run_by_operations(checks) or self._run_in_fastest_mode(checks)
@@ -233,7 +222,7 @@ class _Check:
         if is_trusted and self._is_resolved(comparison):
             comparison = replace(comparison, tolerance=replace(self.tolerance, least_scale=0.0))
             method = Projections(comparison) if self.options.fast_mode else comparison
-        takes_differences = self.options.reference != "autodiff" and self.problem.dtype is None
+        takes_differences = self.options.reference != "autodiff"
         for mode in self.modes:
             found = self.findings[mode.name]
             if is_trusted and found.matches_autodiff:
@@ -254,7 +243,9 @@ class _Check:
         of_backward = [m for m in self.report.mismatches if m.check == d.reverse.name]
         if any(all(entry.analytic == 0 for entry in mismatch.entries) for mismatch in of_backward):
             self.report.notes += [f"{m} returned None for {x}, so its gradient is zero" for m, x in d.without_gradient]
-        if self.report.mismatches and not self.options.has_surrogate:
+        kinks = [mismatch.kind == KINK for mismatch in self.report.mismatches]
+        self.report.notes += [_KINK_HINT] if any(kinks) else []
+        if not all(kinks) and not self.options.has_surrogate:
             self.report.notes.append(_SURROGATE_HINT)
 
     def _note_differences(self) -> None:
@@ -268,7 +259,13 @@ class _Check:
         if mismatches:
             name_swapped(mismatches)
             comparison, mode, by_autodiff = diagnosis.comparison, diagnosis.mode, diagnosis.by_autodiff
-            saved = explain_by_saved(comparison, mode, by_autodiff=by_autodiff, is_fast=self.options.fast_mode)
+            seconds, is_fast = perf_counter() - self._start, self.options.fast_mode
+            saved, stopped = (None, None)
+            if any(mismatch.kind != KINK for mismatch in mismatches):
+                saved, stopped = explain_by_saved(
+                    comparison, mode, by_autodiff=by_autodiff, is_fast=is_fast, seconds=seconds
+                )
+            self.report.notes += [stopped] if stopped else []
             for mismatch in mismatches if saved else ():
                 mismatch.kind = f"{mismatch.kind}, or {saved}" if mismatch.kind else saved
         return mismatches
@@ -290,7 +287,7 @@ class _Check:
     def _is_trusted(self, method: Comparison | Projections) -> bool:
         """Whether autodiff decides: finite differences agree with it, or are not used."""
         d = self.derivatives
-        if self.options.reference != "both" or self.problem.dtype is not None:
+        if self.options.reference != "both":
             return self.options.reference != "finite_differences"
         if self.findings[self.modes[-1].name].autodiff_agrees:
             return True
@@ -302,7 +299,7 @@ class _Check:
     def _is_resolved(self, comparison: Comparison) -> bool:
         """Whether small entries of autodiff are exact, so that a rule is compared with them at every scale."""
         found, d = self.findings[self.modes[-1].name], self.derivatives
-        if self.options.reference == "autodiff" or found.autodiff_agrees or self.problem.dtype is not None:
+        if self.options.reference == "autodiff" or found.autodiff_agrees:
             return self.options.reference == "autodiff" or found.is_resolved
         return Projections(comparison).are_resolved(d.forward if d.forward.has_reference else d.reverse)
 
@@ -324,7 +321,7 @@ class _Check:
 
 def _step(eps: float, precision: float) -> float:
     """Returns the step of finite differences; the default is longer for values in low precision."""
-    if isinstance(eps, Default) and precision > _DOUBLE_EPS:
+    if eps == EPS and precision > _DOUBLE_EPS:
         return float(precision ** (1 / 3))
     return float(eps)
 

@@ -9,32 +9,40 @@ or `jvp` reads. Evaluated again, the latter labels return other arrays:
     backward   g * y * (1 - y), with x for y  label: saved_tensors[0], which returns output 0
 
 Inputs may be equal, zero or one at the checked point, so everything has to be right at a second, random point too.
+
+There are about as many replacements as pairs of saved arrays. Most are refuted by the rule's results along one vector,
+for which nothing is staged or compiled. The search stops when it has taken several times as long as the check.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import combinations
+from time import perf_counter
 from typing import Any, NamedTuple
 
 import numpy as np
 from jax.tree_util import tree_leaves, tree_unflatten
 
+from jaxfn._check.draws import random_generator
+from jaxfn._check.staging import JaxprFunction, stage
 from jaxfn._compat import eval_eqn, is_plain_jit, jit_p
 from jaxfn._gradcheck.compare import Comparison
 from jaxfn._gradcheck.evaluation.batches import BatchedEvaluator
 from jaxfn._gradcheck.evaluation.execution import ExecutionMode
-from jaxfn._gradcheck.evaluation.vectors import Arrays, random_vectors
-from jaxfn._gradcheck.problem.derivatives import ADMode
-from jaxfn._gradcheck.problem.staging import JaxprFunction, stage
+from jaxfn._gradcheck.evaluation.vectors import Arrays, Vectors, random_vectors
+from jaxfn._gradcheck.problem.derivatives import ADMode, available
 from jaxfn._gradcheck.projections import Projections
+from jaxfn._gradcheck.tolerance import ATOL, RTOL
 from jaxfn._jaxpr import eval_jaxpr_with, subjaxprs
 from jaxfn._observe import OBSERVATION, Label, Observation, label_p
 from jaxfn._tree import is_inexact
 
-_MAX_EQNS = 20_000  # in all rules with replaced arrays together
 _MAX_EXPLANATIONS = 3
+_FACTOR = 5  # how many times as long as the check the search may take
+_LEAST_SECONDS = 0.5
+_COARSER = 1e3  # factor of the tolerance along one vector, where nothing tells what is rounding
 _INLINED = (["jit"], ["call"], ["checkpoint"])
 
 _Key = tuple[int, int]  # of a labelled array: the number of its `label` eqn, in the order of evaluation, and its index
@@ -48,7 +56,9 @@ class _LabelEqn(NamedTuple):
     arrays: Sequence[Any]
 
 
-def explain_by_saved(comparison: Comparison, mode: ADMode, *, by_autodiff: bool, is_fast: bool) -> str | None:
+def explain_by_saved(
+    comparison: Comparison, mode: ADMode, *, by_autodiff: bool, is_fast: bool, seconds: float
+) -> tuple[str | None, str | None]:
     """Returns which saved array should replace which other one, if that alone makes all derivatives of a mode right.
 
     Args:
@@ -56,19 +66,23 @@ def explain_by_saved(comparison: Comparison, mode: ADMode, *, by_autodiff: bool,
       mode: the mode of differentiation.
       by_autodiff: whether autodiff decides, not finite differences.
       is_fast: whether to compare projections only.
+      seconds: how long the check has taken.
+
+    Returns:
+      The explanation, or `None`; and a note if the search was stopped.
     """
+    deadline = perf_counter() + max(_FACTOR * seconds, _LEAST_SECONDS)
     d, evaluator = comparison.derivatives, comparison.evaluator
     if not d.is_traced:
-        return None
+        return None, None
     points, vectors = (evaluator.xs, _second_point(evaluator.xs)), random_vectors(mode.seed_leaves, 0)
     try:
         with OBSERVATION(Observation.VALUES):
-            rule = d.stage(mode.derivative_of(d.call), points[0], vectors)
+            rule = stage(mode.derivative_of(d.call), points[0], vectors)
             candidates = list(_candidates(_evaluate(rule, {}, points[1], vectors)[1]))
+        refuted = _refuter(comparison, mode, rule, points[0], vectors, by_autodiff=by_autodiff)
     except Exception:  # the user's code, traced again or at another point, must not hide the report
-        return None
-    if len(candidates) * len(rule.eqns) > _MAX_EQNS:
-        return None
+        return None, None
     at_points = [replace(comparison, evaluator=evaluator.at(xs)) for xs in points]
     methods: list[Comparison | Projections] = [Projections(_uncompiled(c)) for c in at_points]
     methods += [] if is_fast else at_points
@@ -89,15 +103,56 @@ def explain_by_saved(comparison: Comparison, mode: ADMode, *, by_autodiff: bool,
         except Exception:  # a Python callback may raise for other arrays
             return False
 
-    right = [(text, replacements) for text, replacements in candidates if is_right(replacements)]
+    right: list[tuple[str, _Replacements]] = []
+    for i, (text, replacements) in enumerate(candidates):
+        if perf_counter() > deadline:
+            return None, f"the search for a wrong saved tensor stopped after {i} of {len(candidates)} replacements"
+        if not refuted(replacements) and is_right(replacements):
+            right.append((text, replacements))
     # A swap explains no more than the half of it that suffices.
     texts = [text for text, replaced in right if not any(other.items() < replaced.items() for _, other in right)]
-    return " or ".join(texts) if 0 < len(texts) <= _MAX_EXPLANATIONS else None
+    return " or ".join(texts) if 0 < len(texts) <= _MAX_EXPLANATIONS else None, None
+
+
+def _refuter(
+    comparison: Comparison, mode: ADMode, rule: JaxprFunction, xs: Arrays, vectors: Arrays, *, by_autodiff: bool
+) -> Callable[[_Replacements], bool]:
+    """Returns whether replacements are known not to make a rule right, from its results along one vector."""
+    tolerance = replace(comparison.tolerance, atol=_COARSER * ATOL, rtol=_COARSER * RTOL)
+    outputs = list(map(np.asarray, rule(xs, vectors)[0]))
+    d = comparison.derivatives
+    directions = vectors if mode.is_forward else random_vectors(d.inputs, 1)
+    if by_autodiff:
+        expected: Any = list(map(np.asarray, available(mode.reference)(xs, vectors)[1]))
+    else:
+        along = Vectors(d.inputs, tuple(range(len(d.inputs))), 1, lambda _: [v[None] for v in directions])
+        expected = [y.reshape(leaf.shape) for y, leaf in zip(comparison.columns(along)[0], d.outputs, strict=True)]
+        if not mode.is_forward:
+            expected = [_inner_product(vectors, expected)]
+
+    def refuted(replacements: _Replacements) -> bool:
+        try:
+            own, results = _evaluate(rule, replacements, xs, vectors)[0]
+        except Exception:  # a Python callback may raise for other arrays
+            return True
+        if not (by_autodiff or mode.is_forward):
+            results = [_inner_product(results, directions)]
+        pairs = [
+            *zip(map(np.asarray, own), outputs, strict=True),
+            *zip(map(np.asarray, results), expected, strict=True),
+        ]
+        return not all(tolerance.agrees(a, b) for a, b in pairs)
+
+    return refuted
+
+
+def _inner_product(a: Sequence[Any], b: Sequence[Any]) -> Any:
+    return np.asarray(sum(np.vdot(x, y).real for x, y in zip(a, b, strict=True)))
 
 
 def _second_point(xs: Sequence[Any]) -> Arrays:
     """Returns other inputs: random factors make equal ones differ, and none is zero."""
-    generator = np.random.default_rng(0)
+    generator = random_generator("second point")
     sizes = [generator.uniform(0.01, 0.1, np.shape(x)) for x in xs]
     return [x * (1 - size) + (x == 0) * size for x, size in zip(map(np.asarray, xs), sizes, strict=True)]
 

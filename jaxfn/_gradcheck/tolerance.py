@@ -9,10 +9,11 @@ gradient that is wrong in the fourth digit:
     backward       g * 1.0004 * cos(x)
     numeric        0.5403023 for x = 1, and 0.5405184 by backward: 2e-4 apart, of 5e-4 allowed
 
-So the default tolerances mean that formula for a coarse reference only, such as one finite difference. The tolerance
+So the default tolerances, passed or not, mean that formula only for a coarse reference, such as one finite difference.
+The tolerance
 for a precise reference (autodiff of the function without its rule, or differences that agree at two steps) is a
-thousand times smaller, but never smaller than the rounding of the sums that are compared. Tolerances that the caller
-passes mean what torch's mean, for every reference.
+thousand times smaller, but never smaller than the rounding of the sums that are compared. Other tolerances that
+the caller passes mean what torch's mean, for every reference.
 
 Next to an entry of 1e10 the rounding of a long sum may be 1e-3, and so may a mistake. So where autodiff is exact, an
 entry of a Jacobian is allowed only the rounding of a short sum of terms as large as the entries of its row. A larger
@@ -36,12 +37,14 @@ from typing import Any
 
 import numpy as np
 
+from jaxfn._check.closeness import group_scale
+
 # Factor of the default tolerances for a precise reference.
 _TIGHTER = 1e-3
 # Rounding error of a sum of many terms, in units in the last place of the largest entry.
 _ROUNDING = 1e3
 _SHORT_SUM_ROUNDING = 30
-# Difference of two ways to compute an array, relative to the largest entry.
+# Difference of two ways to compute an array, relative to the largest entry of about that magnitude.
 _RECOMPUTED = 1e-8
 # Difference of autodiff and finite differences that have no errors to speak of, relative to the largest entry.
 _RESOLVED = 1e-4
@@ -50,25 +53,21 @@ SAFETY = 4  # factor between an estimated error of finite differences and its bo
 _TINY = float(np.finfo(np.float64).tiny)
 
 
-class Default(float):
-    """A default value of a parameter, recognizable by its type."""
-
-
-ATOL = Default(1e-5)
-RTOL = Default(1e-3)
+ATOL, RTOL = 1e-5, 1e-3
+EPS = 1e-6
 
 
 @dataclass(frozen=True)
 class Tolerance:
     """The allowed distance of an analytic derivative from a reference.
 
-    Tolerances that the caller passed mean exactly `|a - n| <= atol + rtol * |n|`. The default ones mean that for a
+    Tolerances other than the default ones mean exactly `|a - n| <= atol + rtol * |n|`. The default ones mean that for a
     coarse reference. For a precise reference they are a thousand times smaller, but never smaller than rounding.
 
     Attributes:
       atol: the absolute tolerance.
       rtol: the tolerance relative to the reference.
-      is_default: whether the caller passed neither.
+      is_default: whether both are the default ones.
       precision: the relative spacing of the coarsest floating-point type that the function computes in.
       least_scale: the largest entry of a Jacobian below which the absolute tolerance does not become smaller.
     """
@@ -140,16 +139,18 @@ class Tolerance:
         """The growth of a precise reference's tolerance with the magnitude of the reference."""
         return _TIGHTER * self.rtol if self.is_tight else self.rtol
 
-    def agrees(self, value: Any, expected: Any, scale: float | None = None) -> bool:
+    def agrees(self, value: Any, expected: Any, terms: Any = None) -> bool:
         """Whether two ways to compute an array agree, apart from rounding; NaN agrees with NaN.
 
         Args:
           value, expected: the arrays.
-          scale: the size of the terms that the entries are sums of. Default: the largest finite expected value.
+          terms: the size of the terms that each entry is a sum of. Default: the expected values.
         """
-        if scale is None:
-            scale = float(largest(np.where(np.isfinite(expected), expected, 0)))
-        bound = self.precise(expected, np.float64(scale)) + _RECOMPUTED * scale
+        terms = abs(expected if terms is None else terms)
+        scale = group_scale(terms)
+        # In double precision the rounding of the largest entry does not hide a mistake in another one.
+        of_array = largest(np.where(np.isfinite(terms), terms, 0)) if self.is_double else 0.0
+        bound = self.precise(expected, scale) + _RECOMPUTED * scale + _ROUNDING * _DOUBLE * of_array
         return bool(((excess(value, expected, bound) <= 1) | (np.isnan(value) & np.isnan(expected))).all())
 
     def estimated(self, reference: Any, error: Any) -> Any:

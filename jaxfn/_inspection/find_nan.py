@@ -9,8 +9,9 @@ a result that is not finite, the search goes back through values that are not fi
                               b = a * 0          nan, from an a that is -inf: go on to a
                               return b.sum()     nan, from a b that is nan: go on to b
 
-Of all origins that are found so, the earliest in program order is reported. A literal infinity (an attention mask, say)
-is not an origin, but a NaN computed from it is. An infinity that reaches no result, as in `where(x == 0, 0, 1 / x)`, is
+Of all origins that are found so, the earliest in program order is reported. If a result is NaN, infinite results are
+not searched: they may be intended. A literal infinity (an attention mask, say) is not an origin, but a NaN computed
+from it is. An infinity that reaches no result, as in `where(x == 0, 0, 1 / x)`, is
 not reported.
 """
 
@@ -86,8 +87,8 @@ def find_nan(f: Callable[..., Any], *args: Any, **kwargs: Any) -> NanOrigin | No
     """Finds where a NaN or an infinity first appears: in which Function, method and line of code.
 
     The function is traced, with everything that it calls, and evaluated once. Only a NaN or an infinity that reaches a
-    result, or an array that passes between JAX and a Function, is reported. A `shard_map` counts as one operation:
-    there is no search inside it.
+    result, or an array that passes between JAX and a Function, is reported: of a NaN if a result has one. A `shard_map`
+    counts as one operation: there is no search inside it.
 
     Args:
       f: A function of arrays, jitted or not. Pass `jax.value_and_grad(loss)` to search the backward pass too.
@@ -189,15 +190,14 @@ class _Search:
         """Returns the earliest origin that reaches a result, or else an array that a Function takes or returns."""
         jaxpr = self._whole.jaxpr
         bad = [v for v in jaxpr.outvars if self._is_bad(self._whole, v)]
-        if bad:
-            return self._origin_of(self._whole, bad)
-        for frame, number, index in self._bad_labels():
-            origin = self._origin_of(frame, [frame.jaxpr.eqns[number].outvars[index]])
-            if origin.operation != "argument" or origin.kind == "nan":  # a literal infinity has no origin
-                return origin
-        return None
+        nans = [v for v in bad if self._kind(self._whole, v) == "nan"]  # an infinite result may be intended
+        starts = [(self._whole, nans or bad)]
+        starts += [(frame, [frame.jaxpr.eqns[number].outvars[index]]) for frame, number, index in self._bad_labels()]
+        origins = (self._origin_of(frame, variables) for frame, variables in starts)
+        return next((origin for origin in origins if origin is not None), None)
 
-    def _origin_of(self, frame: Frame, variables: Sequence[Any]) -> NanOrigin:
+    def _origin_of(self, frame: Frame, variables: Sequence[Any]) -> NanOrigin | None:
+        """Returns the earliest origin of some variables; `None` for infinities that were passed in or are literals."""
         first: _Origin | None = None
         seen: set[tuple[Path, tuple[int, ...], Any]] = set()
         starts = [(frame, v) for v in variables]
@@ -212,19 +212,19 @@ class _Search:
             waiting += before
             if origin is not None and (first is None or origin.order < first.order):
                 first = origin
-        if first is None:  # an infinity that was passed in, or a constant
-            return self._argument_origin(is_nan=any(self._kind(*start) == "nan" for start in starts))
-        return self._argument_origin(first.result) if first.number < 0 else self._described(first)
+        if first is None and not any(self._kind(*start) == "nan" for start in starts):
+            return None
+        return self._passed_in(first) if first is None or first.number < 0 else self._described(first)
 
-    def _argument_origin(self, index: int | None = None, is_nan: bool = False) -> NanOrigin:
-        invars = self._whole.jaxpr.invars
-        bad = [i for i, v in enumerate(invars) if self._is_bad(self._whole, v)]
-        if index is None and (is_nan or not bad):
-            kind = "nan" if is_nan else "inf"
-            return NanOrigin(None, None, "a constant of the program", kind, "argument", (), (), "", ())
-        index = bad[0] if index is None else index
-        value = self._recorded(self._whole, invars[index])
-        return NanOrigin(None, None, self._names[index], *value.as_fields("argument"), "", ())
+    def _passed_in(self, origin: _Origin | None) -> NanOrigin:
+        """Describes a NaN in an argument, or without an origin in a constant."""
+        constants = [v for v in self._whole.jaxpr.constvars if self._kind(self._whole, v) == "nan"]
+        if origin is not None:
+            name, variable = self._names[origin.result], self._whole.jaxpr.invars[origin.result]
+        else:
+            name, variable = "a constant of the program", next(iter(constants), None)
+        value = NonFiniteValue("nan", (), ()) if variable is None else self._recorded(self._whole, variable)
+        return NanOrigin(None, None, name, *value.as_fields("argument"), "", ())
 
     def _recorded(self, frame: Frame, variable: Any) -> NonFiniteValue:
         return self._interpreter.non_finite[frame.path, frame.steps, variable]

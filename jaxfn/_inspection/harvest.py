@@ -49,9 +49,13 @@ class Probe:
     Attributes:
       keeps_rules: whether the result can be differentiated. Then calls with a custom derivative are evaluated
         unchanged, and the called function is evaluated a second time for its values.
+      types: the types of the values inside eqns that have been traced, by the path of the eqn.
     """
 
     keeps_rules: bool = False
+
+    def __init__(self) -> None:
+        self.types: dict[Path, Harvest] = {}
 
     def is_wanted(self, eqn: Any) -> bool:
         """Whether an eqn has values to harvest."""
@@ -148,6 +152,12 @@ class _Inside:
         sub = self.inner[number]
         return harvest(sub.jaxpr, sub.consts, arguments, self.probe, (*self.path, number))
 
+    def _types(self, harvest_all: Callable[[], Harvest]) -> Harvest:
+        """Returns the types of harvested values, found once: nested branches would be traced twice at each level."""
+        if self.path not in self.probe.types:
+            self.probe.types[self.path] = jax.eval_shape(harvest_all)
+        return self.probe.types[self.path]
+
     def results_of_first(self, *arguments: Any) -> tuple[tuple[Any, ...], Harvest]:
         """Returns the outputs of the first sub-jaxpr, and the values harvested there."""
         results, harvested = self.of(0, arguments)
@@ -208,14 +218,16 @@ class _Inside:
             carry, now = step(state[0])
             return carry, self.probe.later(state[1], now)
 
-        absent = {key: self.probe.absent(value) for key, value in jax.eval_shape(step, init)[1].items()}
+        absent = {key: self.probe.absent(value) for key, value in self._types(lambda: step(init)[1]).items()}
         return jax.lax.while_loop(condition, next_state, (init, absent))
 
     def cond(self) -> tuple[Sequence[Any], Harvest]:
         index, *operands = self.operands
-        absent: Harvest = {}
-        for number in range(len(self.inner)):
-            absent |= jax.eval_shape(partial(self.of, number), operands)[1]
+
+        def harvested_anywhere() -> Harvest:
+            return {key: x for number in range(len(self.inner)) for key, x in self.of(number, operands)[1].items()}
+
+        absent = self._types(harvested_anywhere)
 
         def branch(number: int, *operands: Any) -> tuple[list[Any], Harvest]:
             results, harvested = self.of(number, operands)

@@ -144,6 +144,7 @@ class _Logs(Probe):
     keeps_rules = True
 
     def __init__(self, depth: int) -> None:
+        super().__init__()
         self._depth = depth
 
     def labels(self, eqn: Any) -> list[Any]:

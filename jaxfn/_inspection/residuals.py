@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple, overload
 
@@ -14,8 +14,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.core import AbstractValue
 
+from jaxfn._check.reports import aligned, html_table
 from jaxfn._compat import make_jaxpr, name_p
-from jaxfn._inspection.reports import aligned, html_table
 from jaxfn._jaxpr import SubJaxpr, is_any_of, is_variable, open_jaxpr, primitives, subjaxprs
 from jaxfn._observe import OBSERVATION, Label, Observation, label_p
 from jaxfn._primitives import tie_p
@@ -344,6 +344,7 @@ class _Passes:
     def rows(self) -> Iterator[Residual]:
         """Yields a row for each residual array and each Function that reads it."""
         seen: set[Any] = set()
+        flow, outputs = _Dataflow(), set(filter(is_variable, self._outputs))
         constants = set(self._forward.constvars)
         for saved, read in zip(self._saved, self._backward.invars, strict=False):
             nbytes = math.prod(saved.aval.shape) * saved.aval.dtype.itemsize
@@ -353,7 +354,7 @@ class _Passes:
             argument = self._arguments.get(saved, "") if is_traced else ""
             row = Residual(
                 "JAX",
-                argument or _operation(self._forward, saved),
+                argument or flow.operation(self._forward, saved),
                 saved.aval.shape,
                 str(saved.aval.dtype),
                 nbytes,
@@ -363,9 +364,9 @@ class _Passes:
             )
             if not is_traced or saved in constants:
                 row = row._replace(kind="constant")
-            elif any(saved is output for output in self._outputs):
+            elif saved in outputs:
                 row = row._replace(kind="output")
-            readers = list(_readers(self._backward, read, ()))
+            readers = list(flow.readers(self._backward, read, ()))
             by_functions = [reader for reader in readers if reader[0] is not None]
             for label, enclosing in by_functions or readers[:1] or [(None, ())]:
                 is_duplicate = is_traced and saved in seen
@@ -418,58 +419,76 @@ _ADDED_BY_CHECKPOINT = primitives("reduce_precision device_put")
 _Reader = tuple[Label | None, tuple[str, ...]]
 
 
-def _readers(jaxpr: Any, variable: Any, enclosing: tuple[str, ...]) -> Iterator[_Reader]:
-    """Yields what reads a variable: labels of Functions, or `None` for JAX itself, each with what encloses it."""
-    for eqn in jaxpr.eqns:
-        indices = [i for i, atom in enumerate(eqn.invars) if atom is variable]
-        if not indices:
-            continue
-        if eqn.primitive is label_p:
-            yield from ((eqn.params["labels"][i], enclosing) for i in indices)
-            continue
-        inner = subjaxprs(eqn)
-        found: list[_Reader] = []
-        unchanged: set[int | None] = set(indices) if is_any_of(eqn, _DATA_MOVEMENT) else set()
-        for sub in inner:
-            for invar, operand in zip(sub.jaxpr.invars, sub.operands, strict=True):
-                if operand in indices:
-                    found += _readers(sub.jaxpr, invar, (*enclosing, *_named(sub)))
-                    unchanged |= {sub.results[i] for i in _unchanged_outputs(sub.jaxpr, invar)}
-        for result in unchanged:
-            if result is not None and result < len(eqn.outvars):
-                found += _readers(jaxpr, eqn.outvars[result], enclosing)
-        yield from found or ([] if inner else [(None, enclosing)])
+class _Dataflow:
+    """The eqns that compute and that read each variable of jaxprs, indexed once for each jaxpr."""
 
+    def __init__(self) -> None:
+        self._indices: dict[int, tuple[Any, dict[Any, tuple[Any, int]], dict[Any, dict[int, Any]]]] = {}
 
-def _operation(jaxpr: Any, variable: Any) -> str:
-    """Returns the name of the operation that computes a variable, or its name from `checkpoint_name`; "" if none."""
-    producers = ((eqn, i) for eqn in jaxpr.eqns for i, result in enumerate(eqn.outvars) if result is variable)
-    eqn, index = next(producers, (None, 0))
-    if eqn is None:
-        return ""
-    if eqn.primitive is name_p:
-        return eqn.params["name"]
-    if is_any_of(eqn, _DATA_MOVEMENT | _ADDED_BY_CHECKPOINT):
-        return _operation(jaxpr, eqn.invars[index]) or eqn.primitive.name
-    for sub in subjaxprs(eqn):
-        if index in sub.results:
-            atom = sub.jaxpr.outvars[list(sub.results).index(index)]
-            inputs = [i for i, invar in enumerate(sub.jaxpr.invars) if invar is atom]
-            if not inputs:
-                return _operation(sub.jaxpr, atom)
-            is_carry = any(inputs[0] == i for _, i in sub.carried)
-            return "carry" if is_carry else _operation(jaxpr, eqn.invars[sub.operands[inputs[0]]])
-    return eqn.primitive.name
+    def _index(self, jaxpr: Any) -> tuple[Any, dict[Any, tuple[Any, int]], dict[Any, dict[int, Any]]]:
+        """Returns the jaxpr, which has to live, each variable's eqn and output index, and the eqns that read it."""
+        if id(jaxpr) not in self._indices:
+            producers = {v: (eqn, i) for eqn in jaxpr.eqns for i, v in enumerate(eqn.outvars)}
+            consumers: dict[Any, dict[int, Any]] = {}
+            for number, eqn in enumerate(jaxpr.eqns):
+                for atom in filter(is_variable, eqn.invars):
+                    consumers.setdefault(atom, {})[number] = eqn
+            self._indices[id(jaxpr)] = jaxpr, producers, consumers
+        return self._indices[id(jaxpr)]
 
+    def _consumers(self, jaxpr: Any, variable: Any) -> Iterable[Any]:
+        return self._index(jaxpr)[2].get(variable, {}).values()
 
-def _unchanged_outputs(jaxpr: Any, variable: Any) -> Iterator[int]:
-    """Yields the indices of the outputs of a jaxpr that are one of its variables."""
-    unchanged = {variable}
-    for eqn in jaxpr.eqns:
-        if is_any_of(eqn, _DATA_MOVEMENT):
-            pairs = zip(eqn.invars, eqn.outvars, strict=False)
-            unchanged |= {result for atom, result in pairs if is_variable(atom) and atom in unchanged}
-    return (i for i, atom in enumerate(jaxpr.outvars) if is_variable(atom) and atom in unchanged)
+    def readers(self, jaxpr: Any, variable: Any, enclosing: tuple[str, ...]) -> Iterator[_Reader]:
+        """Yields what reads a variable: labels of Functions, or `None` for JAX itself, each with what encloses it."""
+        for eqn in self._consumers(jaxpr, variable):
+            indices = [i for i, atom in enumerate(eqn.invars) if atom is variable]
+            if eqn.primitive is label_p:
+                yield from ((eqn.params["labels"][i], enclosing) for i in indices)
+                continue
+            inner = subjaxprs(eqn)
+            found: list[_Reader] = []
+            unchanged: set[int | None] = set(indices) if is_any_of(eqn, _DATA_MOVEMENT) else set()
+            for sub in inner:
+                for invar, operand in zip(sub.jaxpr.invars, sub.operands, strict=True):
+                    if operand in indices:
+                        found += self.readers(sub.jaxpr, invar, (*enclosing, *_named(sub)))
+                        unchanged |= {sub.results[i] for i in self._unchanged_outputs(sub.jaxpr, invar)}
+            for result in unchanged:
+                if result is not None and result < len(eqn.outvars):
+                    found += self.readers(jaxpr, eqn.outvars[result], enclosing)
+            yield from found or ([] if inner else [(None, enclosing)])
+
+    def operation(self, jaxpr: Any, variable: Any) -> str:
+        """Returns the name of the operation that computes a variable, or that of `checkpoint_name`; "" if none."""
+        eqn, index = self._index(jaxpr)[1].get(variable, (None, 0)) if is_variable(variable) else (None, 0)
+        if eqn is None:
+            return ""
+        if eqn.primitive is name_p:
+            return eqn.params["name"]
+        if is_any_of(eqn, _DATA_MOVEMENT | _ADDED_BY_CHECKPOINT):
+            return self.operation(jaxpr, eqn.invars[index]) or eqn.primitive.name
+        for sub in subjaxprs(eqn):
+            if index in sub.results:
+                atom = sub.jaxpr.outvars[list(sub.results).index(index)]
+                inputs = [i for i, invar in enumerate(sub.jaxpr.invars) if invar is atom]
+                if not inputs:
+                    return self.operation(sub.jaxpr, atom)
+                is_carry = any(inputs[0] == i for _, i in sub.carried)
+                return "carry" if is_carry else self.operation(jaxpr, eqn.invars[sub.operands[inputs[0]]])
+        return eqn.primitive.name
+
+    def _unchanged_outputs(self, jaxpr: Any, variable: Any) -> list[int]:
+        """Returns the indices of the outputs of a jaxpr that are one of its variables."""
+        unchanged, waiting = {variable}, [variable]
+        while waiting:
+            atom = waiting.pop()
+            for eqn in self._consumers(jaxpr, atom):
+                if is_any_of(eqn, _DATA_MOVEMENT):
+                    moved = {v for x, v in zip(eqn.invars, eqn.outvars, strict=False) if x is atom} - unchanged
+                    unchanged |= moved
+                    waiting += moved
+        return [i for i, atom in enumerate(jaxpr.outvars) if is_variable(atom) and atom in unchanged]
 
 
 def _named(sub: SubJaxpr) -> tuple[str, ...]:

@@ -11,7 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.tree_util import tree_unflatten
 
-from jaxfn._gradcheck.problem.problem import named_leaves
+from jaxfn._check.arguments import named_leaves
+from jaxfn._check.draws import random_generator
 from jaxfn._tree import is_array_leaf, is_inexact, is_key
 
 _SAMPLE_ULPS = 4  # the largest difference of two samples, in units in the last place
@@ -63,7 +64,7 @@ class Arguments:
 
     def resized(self, old: int, new: int) -> Arguments:
         """Returns arguments in which every dimension of size `old` has size `new`, filled by repetition."""
-        generator = np.random.default_rng(new)
+        generator = random_generator("size", new)
 
         def resize(array: Any) -> Any:
             for axis, size in enumerate(array.shape):

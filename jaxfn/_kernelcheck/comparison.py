@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import Any
@@ -16,9 +17,10 @@ from jaxfn._kernelcheck.arguments import Arguments, Arrays, add_rounding_noise, 
 from jaxfn._kernelcheck.error_bounds import ArrayResult, ExpectedArray, ExpectedIntegers, expect
 from jaxfn._kernelcheck.float64 import promote_to_float64
 from jaxfn._kernelcheck.implementations import Implementation, KernelError, OutputTypes, Results, on_host, run_on_host
-from jaxfn._kernelcheck.rows import PLAIN, Row
+from jaxfn._kernelcheck.rows import Row
 
-Baselines = Mapping[str, Callable[[], Results]]  # what a check may repeat, by name; see `Row.repeats`
+_FEW_DRAWS = 2
+_MAX_NUMBERS = 1 << 20  # in all samples of all inputs and outputs
 
 
 @dataclass(frozen=True)
@@ -63,7 +65,7 @@ class KernelComparison:
       kernel, reference: the functions.
       arguments: the arguments of both.
       dtype: the dtype of floating-point arrays.
-      draws: the number of samples.
+      max_draws: the largest number of samples.
       factor: see `kernelcheck`.
       generator: the source of random numbers.
       exact: the reference in float64, shared by all dtypes.
@@ -73,7 +75,7 @@ class KernelComparison:
     reference: Callable[..., Any]
     arguments: Arguments
     dtype: Any
-    draws: int
+    max_draws: int
     factor: float
     generator: np.random.Generator
     exact: Float64Reference
@@ -95,6 +97,13 @@ class KernelComparison:
     def reference_outputs(self) -> OutputTypes:
         """The types of the reference's outputs."""
         return Implementation(self.reference, self.arguments).outputs(self.dtype)
+
+    @cached_property
+    def draws(self) -> int:
+        """The number of samples, fewer for large arrays: they have many entries each, and would need much memory."""
+        arrays = [*self.arguments.values, *self.outputs.floats]
+        size = sum(math.prod(array.shape) for array in arrays)
+        return min(self.max_draws, max(_FEW_DRAWS, _MAX_NUMBERS // max(size, 1)))
 
     @cached_property
     def compiled_kernel(self) -> Callable[..., Any]:
@@ -147,11 +156,6 @@ class KernelComparison:
         """The results of the compiled kernel for `main`."""
         return self.run(self.main)
 
-    def first_baselines(self, *names: str) -> Baselines:
-        """Returns what a check of the first sample may repeat: plain results, eager ones, or both."""
-        baselines: Baselines = {PLAIN: lambda: self.plain.at([0]), "jit": lambda: self.eager}
-        return {name: baselines[name] for name in names}
-
     @cached_property
     def eager(self) -> Results:
         """The kernel's results for the first sample, without `jax.jit`."""
@@ -180,9 +184,9 @@ class KernelComparison:
 
     def _compute_expected(self, samples: Samples) -> ExpectedResults:
         """Runs the reference in float64 and in the dtype, and again in float64 on inputs with rounding noise."""
-        exact = self.exact.results(samples.xs, samples.cotangents)
         noisy = (add_rounding_noise(arrays, self.dtype, self.generator) for arrays in (samples.xs, samples.cotangents))
         nearby = self.exact.results(*noisy)
+        exact = self.exact.results(samples.xs, samples.cotangents)
         reference = on_host(self._compiled_reference(*self.arrays(samples)))
         make = partial(expect, dtype=self.dtype)
         return ExpectedResults(
@@ -195,19 +199,19 @@ class KernelComparison:
         """Returns the names of the gradients in reports."""
         return [f"gradient of {self.arguments.names[i]}" for i in self.arguments.differentiated]
 
-    def row(self, check: str, array: str, conditions: str, result: ArrayResult, repeats: str = "") -> Row:
+    def row(self, check: str, array: str, conditions: str, result: ArrayResult) -> Row:
         """Returns a row of the report for one array."""
         dtype = str(np.dtype(self.dtype))
-        return Row(check, dtype, array + conditions, array=array, repeats=repeats, **vars(result))
+        return Row(check, dtype, array + conditions, **vars(result))
 
-    def message(self, check: str, what: str, message: str, *, array: str = "the kernel", passed: bool = False) -> Row:
+    def message(self, check: str, what: str, message: str, *, passed: bool = False) -> Row:
         """Returns a row of the report with a message; without a message the row passes."""
-        return Row(check, str(np.dtype(self.dtype)), what, passed or not message, message, array)
+        return Row(check, str(np.dtype(self.dtype)), what, passed or not message, message)
 
     def raised(self, check: str, what: str, error: KernelError, remark: str = "") -> Row:
         """Returns a row of the report for an error that the kernel raised; with a remark the row passes."""
         message = remark + str(error)
-        return Row(check, str(np.dtype(self.dtype)), what, bool(remark), message, raised=error.raised)
+        return Row(check, str(np.dtype(self.dtype)), what, bool(remark), message)
 
     def compare(
         self,
@@ -217,7 +221,6 @@ class KernelComparison:
         draws: Sequence[int] | None = None,
         suffix: str = "",
         only_overflow: bool = False,
-        baselines: Baselines | None = None,
     ) -> list[Row]:
         """Returns rows for the results for some samples.
 
@@ -228,18 +231,14 @@ class KernelComparison:
           draws: the samples that `results` has. Default: all.
           suffix: the conditions of the check, as text.
           only_overflow: whether values must only be finite.
-          baselines: what `results` may repeat. Default: they are plain results.
         """
         rows: list[Row] = []
         for kind, index, array in self._named(results):
             values, e = getattr(results, kind)[index], getattr(expected, kind)[index]
             e = e if draws is None else e.at(draws)
             result: ArrayResult = e.overflow(values) if only_overflow else e.compare(values, self.factor)
-            repeats = PLAIN
-            if baselines is not None:
-                repeats = "" if result.passed else self._repeated(baselines, kind, index, values, e)
             under = "gradients" if check == "outputs" and kind == "gradients" else check
-            rows.append(self.row(under, array, suffix, result, repeats))
+            rows.append(self.row(under, array, suffix, result))
         return rows
 
     def _named(self, results: Results) -> list[tuple[str, int, str]]:
@@ -252,32 +251,20 @@ class KernelComparison:
         }
         return [(kind, index, name) for kind, of_kind in names.items() for index, name in enumerate(of_kind)]
 
-    def _repeated(self, baselines: Baselines, kind: str, index: int, values: Any, expected: Any) -> str:
-        """Returns the name of the first baseline with equal results for one array; empty if there is none."""
-        for name, run in baselines.items():
-            try:
-                repeated = getattr(run(), kind)[index]
-            except KernelError:  # reported by the check that has this name
-                continue
-            if expected.agree(repeated, values, self.factor):
-                return name
-        return ""
-
     def compare_runs(
-        self, baseline: str, first: Results, second: Results, draws: Sequence[int] | None = None
+        self, condition: str, first: Results, second: Results, draws: Sequence[int] | None = None
     ) -> list[Row]:
-        """Returns a row for each array of two plain or eager runs, which fails unless they are bitwise equal."""
+        """Returns a row for each array of two runs, which fails unless they are bitwise equal."""
         rows: list[Row] = []
-        condition = ", compiled" if baseline == PLAIN else ", eagerly"
         for kind, index, array in self._named(first):
             one, two = getattr(first, kind)[index], getattr(second, kind)[index]
             if one.tobytes() == two.tobytes():
-                rows.append(self.message("determinism", array + condition, "", array=array))
+                rows.append(self.message("determinism", array + condition, ""))
                 continue
             e = getattr(self.expected, kind)[index]
             e = (e if draws is None else e.at(draws)).with_exact(one)
             result = replace(e.compare(two, self.factor), passed=False, message="two runs on the same inputs differ")
-            rows.append(self.row("determinism", array, condition, result, baseline))
+            rows.append(self.row("determinism", array, condition, result))
         return rows
 
 

@@ -4,8 +4,9 @@
 
 The expected values are those of the reference in float64, for inputs rounded to the kernel's dtype. The error of a good
 implementation depends on how much the function magnifies rounding errors, so it is measured on the reference itself,
-run in that dtype. A kernel passes if its largest error and the root mean square of its errors are at most `factor`
-times those of the reference. One measurement alone may be small by luck:
+run in that dtype, for each group of entries of about one magnitude (see `_check/closeness.py`). A kernel passes if its
+largest error and the root mean square of its errors are at most `factor` times those of the reference in every group.
+One measurement alone may be small by luck:
 
     x = [1.25, 0.5, 3.0], bfloat16     the sum is 4.75
     reference (adds from the left)     4.75, with an error of 0, so that no kernel could have any error
@@ -35,21 +36,16 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
 
+from jaxfn._check.closeness import Array, ErrorStats, by_magnitude, magnitude_groups, rms
 from jaxfn._kernelcheck.rows import Entry
-
-Array = np.ndarray[Any, Any]
 
 _ENTRY_ULPS = 2.0
 _NORM_ULPS = 0.5
-_FALSE_ALARM_RATE = 1e-6
-_FEW_ENTRIES = 14
-_KURTOSIS = 3  # of the normal distribution, for which the effective number of entries is their number
-_LARGEST_FACTOR = 2
 _EXACT_ZERO_ULPS = 8.0
 _WORST_SHOWN = 5
 
@@ -67,21 +63,6 @@ class ArrayResult:
     total: int
 
 
-class ErrorStats(NamedTuple):
-    """The expected size of errors: the largest error, and the root mean square."""
-
-    largest: float
-    rms: float
-
-    def maximum(self, other: ErrorStats) -> ErrorStats:
-        """Returns the larger of both, for each size."""
-        return ErrorStats(max(self.largest, other.largest), max(self.rms, other.rms))
-
-    def scaled(self, factor: float) -> ErrorStats:
-        """Returns the spread of errors that are `factor` times as large."""
-        return ErrorStats(factor * self.largest, factor * self.rms)
-
-
 @dataclass(frozen=True)
 class ExpectedArray:
     """The expected values of one output or gradient, for several samples.
@@ -89,14 +70,16 @@ class ExpectedArray:
     Attributes:
       exact: the values in float64, of shape (draws, *shape).
       is_comparable: which entries can be compared.
-      error: the errors of the reference in the dtype.
-      input_rounding: the change of `exact` by rounding of the inputs.
+      groups: the group of magnitudes of each entry, of this shape without `draws`.
+      error: the errors of the reference in the dtype, of each entry.
+      input_rounding: the change of `exact` by rounding of the inputs, of each entry.
       precision: the relative spacing of the dtype.
       tiny: the smallest normal number of the dtype.
     """
 
     exact: Array
     is_comparable: Array
+    groups: Array
     error: ErrorStats
     input_rounding: ErrorStats
     precision: float
@@ -109,7 +92,7 @@ class ExpectedArray:
     @property
     def is_exact_zero(self) -> bool:
         """Whether all values are zero without any error, which does not show the size of errors."""
-        return not (self.exact.any() or self.error.largest or self.input_rounding.largest)
+        return not (self.exact.any() or np.any(self.error.largest) or np.any(self.input_rounding.largest))
 
     def with_cancellation(self, size: float) -> ExpectedArray:
         """Allows rounding errors of terms of this size that cancel."""
@@ -127,7 +110,7 @@ class ExpectedArray:
         """Returns the expected sum over all samples, as a single sample."""
         exact = np.where(self.is_comparable, self.exact, 0.0)
         rounding = self.precision * abs(exact).sum(0)
-        more = ErrorStats(float(rounding.max(initial=0.0)), _rms(rounding))
+        more = ErrorStats(rounding, rounding)
         root = math.sqrt(len(exact))
         return replace(
             self,
@@ -154,8 +137,7 @@ class ExpectedArray:
             allowed = factor * self.error.largest + self.input_rounding.largest + _ENTRY_ULPS * rounding
             excess = errors / allowed
         count = int((excess > 1).sum())
-        norm = _rms(errors[comparable])
-        allowed_norm = factor * self.error.rms + self.input_rounding.rms + _NORM_ULPS * _rms(rounding[comparable])
+        norm, allowed_norm = self._norms(errors, rounding, factor)
         worst: list[Entry] = []
         of_all_samples = excess.max(0, initial=0.0)
         for flat_index in np.argsort(-of_all_samples, axis=None, kind="stable")[:_WORST_SHOWN]:
@@ -172,26 +154,23 @@ class ExpectedArray:
             message = f"the root mean square of the errors is {norm:.2g}, allowed is {allowed_norm:.2g}"
         return ArrayResult(not message, message, norm, allowed_norm, worst, count, exact.size)
 
+    def _norms(self, errors: Array, rounding: Array, factor: float) -> tuple[float, float]:
+        """Returns the root mean square of the errors and the largest allowed, in the group where it is worst."""
+        norms = [(0.0, 0.0)]
+        for group in np.unique(self.groups):
+            is_inside = self.groups == group
+            comparable = self.is_comparable[:, is_inside]
+            expected = factor * self.error.rms + self.input_rounding.rms
+            allowed = np.broadcast_to(expected, self.groups.shape)[is_inside].max() + _NORM_ULPS * rms(
+                rounding[:, is_inside][comparable]
+            )
+            norms.append((rms(errors[:, is_inside][comparable]), float(allowed)))
+        return max(norms, key=lambda norm: norm[0] / max(norm[1], self.tiny))
+
     def with_exact(self, exact: Array) -> ExpectedArray:
         """Returns these expectations with other values, all of which are compared, unless they are not finite."""
         exact = np.asarray(exact, np.float64)
         return replace(self, exact=exact, is_comparable=np.isfinite(exact))
-
-    def agree(self, first: Array, second: Array, factor: float) -> bool:
-        """Whether two results of a kernel have one error: they differ by no more than a kernel's values may.
-
-        If both have errors that a reference in bfloat16 could have, they are imprecise, and may differ as much.
-        """
-        if self.with_exact(first).compare(second, factor).passed:
-            return True
-        ratio = max(1.0, float(jnp.finfo("bfloat16").eps) / self.precision)
-        coarse = replace(
-            self,
-            error=self.error.scaled(ratio),
-            input_rounding=self.input_rounding.scaled(ratio),
-            precision=ratio * self.precision,
-        )
-        return coarse.compare(first, factor).passed and coarse.compare(second, factor).passed
 
     def _ulps(self, error: float, exact: float) -> float:
         """Returns an error in units in the last place of the expected value."""
@@ -231,10 +210,6 @@ class ExpectedIntegers:
         message = f"{count:,} of {wrong.size:,} entries differ from the reference" if count else ""
         return ArrayResult(not count, message, None, None, [], count, wrong.size)
 
-    def agree(self, first: Array, second: Array, factor: float) -> bool:
-        """Whether two results of a kernel are equal."""
-        return bool((first == second).all())
-
 
 def expect(exact: Any, reference: Any, nearby: Any, dtype: Any) -> ExpectedArray:
     """Returns the expected values of an array, with the sizes of their errors.
@@ -251,21 +226,10 @@ def expect(exact: Any, reference: Any, nearby: Any, dtype: Any) -> ExpectedArray
     with np.errstate(all="ignore"):
         deviation, input_rounding = abs(reference - exact), abs(nearby - exact)
     is_finite = np.isfinite(deviation) & np.isfinite(input_rounding)
-    stats = _error_stats(deviation[is_finite]), _error_stats(input_rounding[is_finite])
-    return ExpectedArray(exact, is_finite | is_infinite, *stats, float(info.eps), float(info.smallest_normal))
-
-
-def _error_stats(errors: Array) -> ErrorStats:
-    """Estimates the errors of another good implementation from observed ones."""
-    size = float(errors.max(initial=0.0))
-    if size == 0.0:
-        return ErrorStats(0.0, 0.0)
-    squares = (errors / size) ** 2
-    n = min(errors.size, _KURTOSIS * squares.sum() ** 2 / (squares**2).sum())
-    rms = size * math.sqrt(squares.mean()) * (1 + (_FEW_ENTRIES / n) ** 2)
-    return ErrorStats(max(_LARGEST_FACTOR * size, rms * math.sqrt(2 * math.log(errors.size / _FALSE_ALARM_RATE))), rms)
-
-
-def _rms(errors: Array) -> float:
-    with np.errstate(all="ignore"):
-        return float(np.sqrt(np.mean(errors**2))) if errors.size else 0.0
+    magnitudes = np.where(is_finite, abs(exact), 0.0).max(0, initial=0.0)
+    groups = magnitude_groups(magnitudes, floor=deviation[is_finite].max(initial=0.0))
+    error, rounding = (
+        by_magnitude(np.where(is_finite, e, np.nan), magnitudes, groups) for e in (deviation, input_rounding)
+    )
+    precision, tiny = float(info.eps), float(info.smallest_normal)
+    return ExpectedArray(exact, is_finite | is_infinite, groups, error, rounding, precision, tiny)

@@ -23,8 +23,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.tree_util import tree_leaves, tree_map, tree_unflatten
 
+from jaxfn._check.staging import JaxprFunction, single, stage, stage_without_x64
 from jaxfn._compat import make_jaxpr, random_bits_p, threefry2x32_p
-from jaxfn._gradcheck.problem.staging import JaxprFunction, single, stage, stage_without_x64
 from jaxfn._jaxpr import eval_jaxpr_with, open_jaxpr, subjaxprs
 from jaxfn._tree import double, is_inexact
 

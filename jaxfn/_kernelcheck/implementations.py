@@ -59,7 +59,8 @@ class OutputTypes:
 
     def listed(self) -> str:
         """Lists the types as text."""
-        return ", ".join(f"{y.dtype}{list(y.shape)}" for y in (*self.floats, *self.others)) or "nothing"
+        types = [f"{y.dtype}{list(y.shape)}" for y in (*self.floats, *self.others)]
+        return ", ".join(f"{x} as {name}" for name, x in zip(self.names, types, strict=True)) or "nothing"
 
 
 @dataclass(frozen=True)
@@ -148,17 +149,12 @@ class BatchedImplementation(Implementation):
 
 
 class KernelError(Exception):
-    """An error that a kernel raised, which is the `__cause__`.
-
-    Attributes:
-      raised: the class of the error, and the line of the kernel's code that raised it.
-    """
+    """An error that a kernel raised, which is the `__cause__`; names the line of the kernel's code that raised it."""
 
     def __init__(self, error: Exception) -> None:
         name, text = type(error).__name__, str(error).strip().partition("\n")[0]
         location = _location(error)
         super().__init__(f"it raised {name}: {text}" + (f" ({location})" if location else ""))
-        self.raised = f"{name} at {location}" if location else f"{name}: {text}"
 
 
 # Each ends with the separator, so that a sibling such as jaxfn2 or jax_kernels does not count.

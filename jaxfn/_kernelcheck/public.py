@@ -8,12 +8,14 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from jaxfn._gradcheck.problem.problem import function_name
+from jaxfn._check.arguments import function_name
+from jaxfn._check.draws import random_generator
 from jaxfn._gradcheck.report.progress import Progress
 from jaxfn._kernelcheck.arguments import flatten_arguments
 from jaxfn._kernelcheck.checks import NAMES, CheckOptions, CustomCheck, run_checks
 from jaxfn._kernelcheck.comparison import Float64Reference, KernelComparison
 from jaxfn._kernelcheck.report import KernelReport
+from jaxfn._kernelcheck.rows import PLAIN_CHECKS
 
 
 def kernelcheck(
@@ -26,7 +28,6 @@ def kernelcheck(
     argnums: int | Sequence[int] | None = None,
     dtypes: Sequence[Any] = ("float32", "bfloat16"),
     draws: int = 8,
-    scales: Sequence[float] = (1e-3, 1e3),
     sizes: Sequence[Any] | None = None,
     shard: Callable[[Callable[..., Any]], Callable[..., Any]] | None = None,
     checks: Mapping[str, CustomCheck] | None = None,
@@ -59,8 +60,9 @@ def kernelcheck(
     - "donation": arguments keep their values, unless they are donated.
     - "shard": results on several devices.
 
-    The first four run in each dtype, the others in the first dtype. Failures with one cause are one finding of the
-    report, the simplest first. A check of more than two seconds shows its progress, if tqdm is installed.
+    The first four run in each dtype, the others in the first dtype. If outputs or gradients are wrong, or
+    differ between two runs, nothing else is checked. A check of more than two seconds shows its progress, if tqdm is
+    installed.
 
     Args:
       func: The kernel, a differentiable JAX callable: a Function's `apply`, a decorated function, a `jax.custom_vjp`.
@@ -73,8 +75,8 @@ def kernelcheck(
         all arguments.
       dtypes: The dtypes to which to cast the inputs. All checks run in the first.
       draws: The number of samples of outputs and gradients, each with other cotangents and with inputs that differ by
-        a few units in the last place. Fewer samples make the check less sharp, and never raise a false alarm.
-      scales: Factors of the inputs for the check "scales".
+        a few units in the last place. Fewer samples make the check less sharp, and never raise a false alarm. Large
+        arrays have fewer, at least two, as each has many entries.
       sizes: Inputs of other sizes for the check "sizes". By default each size `n` becomes `2 * n + 1` wherever it
         occurs, or else `n - 1`, if the reference accepts that.
       shard: For the check "shard", a function that maps the kernel to a sharded one, such as
@@ -123,19 +125,22 @@ def kernelcheck(
         raise ValueError(f"kernelcheck: skip= names {unknown[0]!r}; the checks are {', '.join([*NAMES, *custom])}")
     if not checked_dtypes or draws < 1:
         raise ValueError("kernelcheck needs at least one dtype and one sample")
-    generator = np.random.default_rng(seed)
+    generator = random_generator("kernelcheck", seed)
     arguments = flatten_arguments(reference, inputs, argnums, generator)
     others = None if sizes is None else [flatten_arguments(reference, other, argnums, generator) for other in sizes]
     if "gradients" in skip:
         arguments = arguments.undifferentiated()
         others = others and [other.undifferentiated() for other in others]
     report = KernelReport(function_name(func), function_name(reference), factor)
-    options = CheckOptions(scales, others, shard, custom, frozenset(skip), allow_zero_gradients)
+    options = CheckOptions(others, shard, custom, frozenset(skip), allow_zero_gradients)
     exact = Float64Reference(reference, arguments)
     with Progress(f"kernelcheck of {report.kernel}", "checks") as progress:
         for index, dtype in enumerate(checked_dtypes):
             comparison = KernelComparison(func, reference, arguments, dtype, draws, factor, generator, exact)
-            report.rows += run_checks(comparison, options, progress, is_first=index == 0)
+            rows = list(run_checks(comparison, options, progress, is_first=index == 0))
+            report.rows += rows
+            if any(row.check in PLAIN_CHECKS and not row.passed for row in rows):
+                break
     if exact.note:
         report.notes.append(exact.note)
     if raise_exception:

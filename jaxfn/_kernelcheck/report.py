@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
-from jaxfn._inspection.reports import CheckError, CheckReport, aligned, html_table, preformatted, small
-from jaxfn._kernelcheck.findings import Finding, group
+from jaxfn._check.reports import CheckError, CheckReport, aligned, html_table, preformatted, small
 from jaxfn._kernelcheck.rows import PLAIN_CHECKS, Row
 
 
@@ -37,7 +36,7 @@ class KernelReport(CheckReport):
     Attributes:
       kernel, reference: the names of both functions.
       factor: the largest allowed ratio of the kernel's error to the reference's.
-      rows: all results, check by check; `failures` are those that failed, and `findings` groups them by cause.
+      rows: all results, check by check; `failures` are those that failed.
       notes: how it was checked, as far as that matters for the result.
     """
 
@@ -54,11 +53,6 @@ class KernelReport(CheckReport):
         return [row for row in self.rows if not row.passed]
 
     @property
-    def findings(self) -> list[Finding]:
-        """The failures, grouped by cause, the simplest first."""
-        return group(self.failures)
-
-    @property
     def checks(self) -> list[str]:
         """The names of the checks that ran, in order."""
         return list(dict.fromkeys(row.check for row in self.rows))
@@ -70,10 +64,7 @@ class KernelReport(CheckReport):
 
     def to_dict(self) -> dict[str, Any]:
         """Returns the report as plain Python values."""
-        return super().to_dict() | {
-            "failed_checks": self.failed_checks,
-            "findings": [asdict(finding) for finding in self.findings],
-        }
+        return super().to_dict() | {"failed_checks": self.failed_checks}
 
     def _repr_html_(self) -> str:
         head, table, rest = self._sections()
@@ -95,8 +86,8 @@ class KernelReport(CheckReport):
                 remarks = [f"{row.what}: {row.message}" for row in rows if row.passed and row.message]
                 result = f"FAILED ({num_wrong} of {len(rows)})" if num_wrong else f"passed ({len(rows)})"
                 lines.append("; ".join([f"{check}: {result}", *remarks]))
-        for number, finding in enumerate(self.findings, 1):
-            lines += [f"finding {number} of {len(self.findings)}, {finding.first.check}:", *_explained(finding)]
+        for row in self.failures:
+            lines += _explained(row)
         return head, table, lines + [f"note: {note}" for note in self.notes]
 
 
@@ -109,9 +100,8 @@ def _cells(row: Row) -> list[str]:
     return [row.what, row.dtype, "" if row.index is None else str(list(row.index)), *map(small, numbers), result]
 
 
-def _explained(finding: Finding) -> list[str]:
-    row = finding.first
-    lines = [f"  {row.what} in {row.dtype}: {row.message}"]
+def _explained(row: Row) -> list[str]:
+    lines = [f"{row.check}: {row.what} in {row.dtype}: {row.message}"]
     if row.worst:
         header = ["", "value", "expected", "error", "allowed", "ulps"]
         cells = [
@@ -119,13 +109,4 @@ def _explained(finding: Finding) -> list[str]:
             for e in row.worst
         ]
         lines += [f"    {line}" for line in aligned([header, *cells])]
-    if finding.others:
-        lines.append("  This also shows in")
-        lines += [f"    {line}" for line in aligned(list(map(_short, finding.others)))]
     return lines
-
-
-def _short(row: Row) -> list[str]:
-    """Returns the cells of a failure whose array the finding names."""
-    conditions = row.what.removeprefix(row.array).lstrip(", ")
-    return [row.check, row.dtype, conditions, f"{row.count:,} of {row.total:,}" if row.count else row.message]

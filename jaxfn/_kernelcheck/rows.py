@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-PLAIN = "plain"  # the compiled kernel, differentiated with respect to all chosen inputs; see `Row.repeats`
 PLAIN_CHECKS = ("outputs", "gradients")  # of plain results for the inputs of `kernelcheck`
 
 
@@ -38,10 +37,6 @@ class Row:
       what: the output or gradient, and the conditions of the check.
       passed: whether it passed.
       message: the failure or a remark, as text.
-      array: the output or gradient alone; "the kernel" if the check is about all of it.
-      repeats: the simpler check that has equal results, right or wrong: "plain" if the compiled kernel returns them for
-        these inputs without the conditions of the check, or "jit" if the eager kernel does; else empty.
-      raised: the class of the error that the kernel raised, and where; empty if none.
       norm, allowed_norm: the root mean square of the errors, and the largest allowed.
       worst: the entries with the largest errors relative to what is allowed, the worst first.
       count, total: the number of entries with an error larger than allowed, and of all entries.
@@ -52,9 +47,6 @@ class Row:
     what: str
     passed: bool = True
     message: str = ""
-    array: str = "the kernel"
-    repeats: str = ""
-    raised: str = ""
     norm: float | None = None
     allowed_norm: float | None = None
     worst: list[Entry] = field(default_factory=list[Entry])

@@ -16,8 +16,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax.tree_util import tree_leaves
 
+from jaxfn._check.draws import draw
+from jaxfn._check.reports import first_line
 from jaxfn._jaxpr import all_eqns, open_jaxpr
-from jaxfn._parity.inputs import Array, Inputs, draw
+from jaxfn._parity.inputs import Array, Inputs
 from jaxfn._torch.values.arrays import to_jax, to_torch
 from jaxfn._tree import conjugate, is_array_leaf, is_inexact, is_none
 
@@ -57,6 +59,11 @@ class Backend(ABC):
             gradients = self.gradients(inputs, pattern)
             for i, gradient in zip(pattern, gradients, strict=True):
                 measured[f"gradient of {inputs.names[i]}{_together(inputs, pattern)}"] = gradient
+        differentiated = [i for i, y in outputs.items() if is_inexact(y.dtype) and self.is_differentiated(i)]
+        everything = range(len(inputs.values))
+        for output in differentiated if len(differentiated) > 1 else ():  # the gradients of the others are undefined
+            for name, gradient in zip(inputs.names, self.gradients(inputs, everything, output), strict=True):
+                measured[f"gradient of {name} (output {output} alone)"] = gradient
         no_second_order = None
         if second_order and inputs.values:
             try:
@@ -71,17 +78,15 @@ class Backend(ABC):
         """Returns the arrays and numbers in the function's result, by their index among its leaves."""
 
     @abstractmethod
-    def gradients(self, inputs: Inputs, pattern: Sequence[int]) -> list[Array]:
-        """Returns the gradients of these inputs, differentiated without the others, for random grad_outputs."""
+    def gradients(self, inputs: Inputs, pattern: Sequence[int], output: int | None = None) -> list[Array]:
+        """Returns the gradients of these inputs, differentiated without the others, for random grad_outputs.
+
+        With `output`, only that output is used.
+        """
 
     @abstractmethod
     def second_derivatives(self, inputs: Inputs) -> Measurements:
         """Returns the gradients of all gradients, for random cotangents, by input and by `grad_output 0`, ..."""
-
-
-def first_line(error: Exception) -> str:
-    """Returns the first line of an error's text, or its type if it has none."""
-    return next(iter(str(error).strip().splitlines()), type(error).__name__)
 
 
 def output_leaves(returned: Any, name: str, is_array: Callable[[Any], bool]) -> dict[int, Any]:
@@ -117,11 +122,9 @@ def _together(inputs: Inputs, pattern: Sequence[int]) -> str:
 class TorchBackend(Backend):
     """Evaluation by torch, on the CPU. A module is copied, so that its buffers do not change."""
 
-    def __init__(
-        self, function: Any, differentiated: Collection[int] | None = None, *, in_double: bool = False
-    ) -> None:
+    def __init__(self, function: Any, differentiated: Collection[int] | None = None, *, dtype: Any = None) -> None:
         super().__init__(function, differentiated)
-        self.function = _copied(self.function, in_double)
+        self.function = _copied(self.function, dtype)
 
     def _call(self, inputs: Inputs, leaves: Sequence[Any]) -> dict[int, Any]:
         import torch
@@ -141,33 +144,34 @@ class TorchBackend(Backend):
     def outputs(self, inputs: Inputs) -> dict[int, Array]:
         return {i: to_numpy(y) for i, y in self._call(inputs, [to_torch(x) for x in inputs.values]).items()}
 
-    def gradients(self, inputs: Inputs, pattern: Sequence[int]) -> list[Array]:
+    def gradients(self, inputs: Inputs, pattern: Sequence[int], output: int | None = None) -> list[Array]:
         leaves, outputs = self._differentiated(inputs, pattern)
-        grad_outputs = [drawn(i, y) for i, y in outputs]
+        outputs = [(i, y) for i, y in outputs if output in (None, i)]
+        grad_outputs = [draw_tensor("grad_output", i, y) for i, y in outputs]
         return [to_numpy(x) for x in _torch_grad([y for _, y in outputs], leaves, grad_outputs)]
 
     def second_derivatives(self, inputs: Inputs) -> Measurements:
         leaves, outputs = self._differentiated(inputs, range(len(inputs.values)))
-        grad_outputs = [drawn(i, y).requires_grad_() for i, y in outputs]
+        grad_outputs = [draw_tensor("grad_output", i, y).requires_grad_() for i, y in outputs]
         gradients = _torch_grad([y for _, y in outputs], leaves, grad_outputs, create_graph=True)
         if any(map(_leads_to_error_node, gradients)):
             raise RuntimeError("backward was marked with @once_differentiable")
         differentiable = [(i, g) for i, g in enumerate(gradients) if g.requires_grad]
-        directions = [drawn(100 + i, g) for i, g in differentiable]
+        directions = [draw_tensor("direction", i, g) for i, g in differentiable]
         seconds = _torch_grad([g for _, g in differentiable], [*leaves, *grad_outputs], directions)
         names = [*inputs.names, *(f"grad_output {i}" for i, _ in outputs)]
         return {name: to_numpy(x) for name, x in zip(names, seconds, strict=True)}
 
 
-def _copied(function: Callable[..., Any], in_double: bool) -> Callable[..., Any]:
-    """Returns a function that is a module, or a method of one, for a copy of the module."""
+def _copied(function: Callable[..., Any], dtype: Any) -> Callable[..., Any]:
+    """Returns a function that is a module, or a method of one, for a copy of the module, cast to a dtype."""
     import torch
 
     owner = getattr(function, "__self__", function)
     if not isinstance(owner, torch.nn.Module):
         return function
     module = copy.deepcopy(owner)
-    module = module.double() if in_double else module
+    module = module if dtype is None else module.to(dtype)
     return module if owner is function else getattr(module, function.__name__)
 
 
@@ -201,9 +205,9 @@ def to_numpy(tensor: Any) -> Array:
         return np.asarray(to_jax(tensor.detach()))
 
 
-def drawn(seed: int, like: Any) -> Any:
-    """Returns a tensor of random numbers, with the shape and dtype of another."""
-    return to_torch(draw(seed, like.shape, to_numpy(like).dtype))
+def draw_tensor(purpose: str, index: int, like: Any) -> Any:
+    """Returns what `draw` does for an array like a tensor, as a tensor."""
+    return to_torch(draw(purpose, index, to_numpy(like)))
 
 
 class JaxBackend(Backend):
@@ -222,7 +226,9 @@ class JaxBackend(Backend):
         avals = [v.aval for eqn in all_eqns(open_jaxpr(traced)[0]) for v in eqn.outvars]
         return {np.dtype(np.float32)} | {np.dtype(x.dtype) for x in avals if is_inexact(getattr(x, "dtype", None))}
 
-    def _pullback(self, inputs: Inputs, values: Sequence[Any], pattern: Sequence[int]) -> tuple[list[Any], Any]:
+    def _pullback(
+        self, inputs: Inputs, values: Sequence[Any], pattern: Sequence[int], output: int | None = None
+    ) -> tuple[list[Any], Any]:
         """Returns the inexact outputs with their indices, and the pullback in torch's convention."""
         indices: list[int] = []
 
@@ -232,6 +238,7 @@ class JaxBackend(Backend):
                 merged[i] = value
             outputs = self._call(inputs, merged)
             indices[:] = [i for i, y in outputs.items() if is_inexact(y.dtype) and self.is_differentiated(i)]
+            indices[:] = [i for i in indices if output in (None, i)]
             return [outputs[i] for i in indices]
 
         outputs, vjp = jax.vjp(function_of_chosen, *(values[i] for i in pattern))
@@ -241,21 +248,21 @@ class JaxBackend(Backend):
 
         return list(zip(indices, outputs, strict=True)), pullback
 
-    def gradients(self, inputs: Inputs, pattern: Sequence[int]) -> list[Array]:
-        outputs, pullback = self._pullback(inputs, [jnp.asarray(x) for x in inputs.values], pattern)
-        return [np.asarray(g) for g in pullback([draw(i, y.shape, y.dtype) for i, y in outputs])]
+    def gradients(self, inputs: Inputs, pattern: Sequence[int], output: int | None = None) -> list[Array]:
+        outputs, pullback = self._pullback(inputs, [jnp.asarray(x) for x in inputs.values], pattern, output)
+        return [np.asarray(g) for g in pullback([draw("grad_output", i, y) for i, y in outputs])]
 
     def second_derivatives(self, inputs: Inputs) -> Measurements:
         values = [jnp.asarray(x) for x in inputs.values]
         everything = range(len(values))
         outputs, _ = self._pullback(inputs, values, everything)
-        grad_outputs = [jnp.asarray(draw(i, y.shape, y.dtype)) for i, y in outputs]
+        grad_outputs = [jnp.asarray(draw("grad_output", i, y)) for i, y in outputs]
 
         def gradients(values: Sequence[Any], grad_outputs: Sequence[Any]) -> list[jax.Array]:
             return self._pullback(inputs, values, everything)[1](grad_outputs)
 
         firsts, vjp = jax.vjp(gradients, values, grad_outputs)
-        directions = [jnp.asarray(draw(100 + i, x.shape, x.dtype)) for i, x in enumerate(firsts)]
+        directions = [jnp.asarray(draw("direction", i, x)) for i, x in enumerate(firsts)]
         of_inputs, of_grad_outputs = vjp(list(map(conjugate, directions)))
         names = [*inputs.names, *(f"grad_output {i}" for i, _ in outputs)]
         return {name: np.asarray(conjugate(x)) for name, x in zip(names, (*of_inputs, *of_grad_outputs), strict=True)}

@@ -1,4 +1,8 @@
-"""Comparison of two arrays, by the rounding errors of their dtype."""
+"""Comparison of two arrays, by the rounding errors of their dtype and by those that torch has been measured to have.
+
+The usual rounding is relative to numbers of about an entry's magnitude. A gradient that is zero is all rounding, in
+torch too: its errors are measured there, as the differences of its results in two dtypes for samples of the inputs.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +12,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from jaxfn._check.closeness import by_magnitude, estimated, group_scale, magnitude_groups, observed
 from jaxfn._parity.inputs import Array
 from jaxfn._parity.report import Row
 from jaxfn._tree import double, is_inexact
@@ -21,6 +26,7 @@ _RTOL = {
     **dict.fromkeys(("float32", "complex64"), 2e-5),
 }
 _RTOL_DOUBLE = 1e-9
+_LARGEST_RATIO = 32  # between the largest errors of torch and those that JAX may have
 
 
 def rounding(dtype: Any) -> float:
@@ -36,38 +42,66 @@ def compare(
     rtol: float | None,
     atol: float | None,
     double_error: float | None,
+    usual: float | None = None,
+    noise: Any = 0.0,
 ) -> Row:
-    """Returns the row of an array of a function: ours, that of torch, and the tolerances."""
+    """Returns the row of an array of a function: ours, that of torch, and the tolerances; see `errors`."""
     row = Row(function, what, expected.shape, str(expected.dtype), double_error=double_error)
     if ours is None:
         return replace(row, verdict="missing")
     if ours.shape != expected.shape:
         return replace(row, verdict=f"shape {ours.shape}")
     dtype = jax.dtypes.canonicalize_dtype(expected.dtype)
-    error, relative, excess, tolerance = errors(ours, expected, dtype, rtol, atol)
+    usual = rounding(dtype) if usual is None else usual
+    error, relative, excess, tolerance = errors(ours, expected, usual, rtol, atol, noise)
     verdict = f"dtype {ours.dtype}" if ours.dtype != dtype else "differs" if excess > 1 else "equal"
     return replace(row, max_error=error, relative_error=relative, tolerance=tolerance, verdict=verdict)
 
 
+def expected_ulps(measured: Array | None, expected: Array | None) -> Any:
+    """Returns the errors that are allowed in addition, in units of the epsilon of a dtype, for each entry.
+
+    Args:
+      measured: the errors of torch in these units, of shape (samples, *shape); `None` if they are not known.
+      expected: the values in double precision.
+    """
+    if measured is None or expected is None or not expected.size:
+        return 0.0
+    magnitudes = np.where(np.isfinite(expected), abs(expected), 0.0)
+    groups = magnitude_groups(magnitudes)
+    likely, seen = (by_magnitude(measured, magnitudes, groups, of).largest for of in (estimated, observed))
+    return np.minimum(likely, _LARGEST_RATIO * seen)
+
+
 def errors(
-    ours: Array, expected: Array, dtype: Any, rtol: float | None = None, atol: float | None = None
+    ours: Array,
+    expected: Array,
+    usual: float,
+    rtol: float | None = None,
+    atol: float | None = None,
+    noise: Any = 0.0,
 ) -> tuple[float, float, float, float]:
-    """Returns the largest absolute error, relative error, and ratio of error to tolerance, and that tolerance."""
+    """Returns the largest absolute error, relative error, and ratio of error to tolerance, and that tolerance.
+
+    Args:
+      ours, expected: the arrays.
+      usual: the usual relative error of inexact numbers.
+      rtol, atol: the tolerances that the caller passed.
+      noise: further errors to allow without `atol`, for each entry.
+    """
     if not ours.size:
         return 0.0, 0.0, 0.0, 0.0
     common = double(np.complex64 if "c" in (ours.dtype.kind, expected.dtype.kind) else np.float32)
     a, b = ours.astype(common), expected.astype(common)
     with np.errstate(invalid="ignore", divide="ignore"):
         if is_inexact(ours.dtype) or is_inexact(expected.dtype):
-            usual = rounding(dtype)
             error = np.where((a == b) | (np.isnan(a) & np.isnan(b)), 0.0, np.abs(a - b))
             error = np.where(np.isnan(error), np.inf, error)
         else:  # integers are exact, also those that float64 does not have
-            usual = 0.0
+            usual, noise = 0.0, 0.0
             error = np.abs(np.asarray(ours.astype(object) - expected.astype(object), np.float64))
-        finite = np.abs(b[np.isfinite(b)])
-        scale = float(finite.max()) if finite.size else 0.0
-        tolerance = (usual * scale if atol is None else atol) + (usual if rtol is None else rtol) * np.abs(b)
+        absolute = usual * group_scale(np.abs(b)) + noise if atol is None else atol
+        tolerance = absolute + (usual if rtol is None else rtol) * np.abs(b)
         excess = np.where(error > 0, error / np.where(np.isfinite(tolerance), tolerance, 0.0), 0.0)
         relative = np.where(error > 0, error / np.abs(b), 0.0)
     worst = int(np.argmax(excess))

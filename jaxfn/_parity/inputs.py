@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.tree_util import keystr, tree_flatten_with_path, tree_unflatten
 
+from jaxfn._check.draws import draw
 from jaxfn._tree import double, is_array_leaf, is_inexact, is_none
 
 Array = np.ndarray[Any, Any]
@@ -18,6 +19,7 @@ Array = np.ndarray[Any, Any]
 _ALL_SUBSETS_UP_TO = 5
 # A relative step away from a kink: large compared with double precision, small compared with the values.
 _STEP = 1e-4
+_ULPS = 2  # the change of a sample, in units in the last place
 
 
 class Inputs:
@@ -74,18 +76,22 @@ class Inputs:
         """The inputs in double precision."""
         return self._with_values([x.astype(double(x.dtype)) for x in self.values])
 
+    @property
+    def are_double(self) -> bool:
+        """Whether the differentiable arrays are in double precision."""
+        return bool(self.values) and all(x.dtype == double(x.dtype) for x in self.values)
+
+    def sample(self, number: int) -> Inputs:
+        """The inputs below double precision, changed by a few units in the last place unless the number is 0."""
+        values: list[Array] = []
+        for i, x in enumerate(self.values):
+            single = np.dtype(np.complex64 if x.dtype.kind == "c" else np.float32)
+            dtype = single if self.are_double else x.dtype
+            factors = 1 + _ULPS * float(jnp.finfo(dtype).eps) * draw(f"sample {number}", i, x.real.astype(np.float64))
+            values.append((x * factors).astype(dtype) if number else x.astype(dtype))
+        return self._with_values(values)
+
     def nudged(self) -> Inputs:
         """The inputs in double precision, each number changed by a small random step."""
-        moved = [
-            x + _STEP * (1 + abs(x)) * draw(1000 + i, x.shape, x.dtype) for i, x in enumerate(self.in_double().values)
-        ]
+        moved = [x + _STEP * (1 + abs(x)) * draw("step", i, x) for i, x in enumerate(self.in_double().values)]
         return self._with_values(moved)
-
-
-def draw(seed: int, shape: Sequence[int], dtype: Any) -> Array:
-    """Returns standard normal numbers, determined by the seed."""
-    generator = np.random.default_rng(seed)
-    numbers = generator.standard_normal(shape)
-    if jnp.issubdtype(dtype, jnp.complexfloating):
-        numbers = numbers + 1j * generator.standard_normal(shape)
-    return np.asarray(numbers, dtype)

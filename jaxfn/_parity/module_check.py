@@ -8,11 +8,12 @@ from typing import Any
 import jax
 import numpy as np
 
+from jaxfn._check.closeness import group_scale
 from jaxfn._parity.backends import function_name
 from jaxfn._parity.comparison import compare, rounding
 from jaxfn._parity.inputs import Array, Inputs
 from jaxfn._parity.layers import LayerSearch
-from jaxfn._parity.module_record import ModuleRecord
+from jaxfn._parity.module_record import LEARNING_RATE, ModuleRecord
 from jaxfn._parity.names import Match, Matcher, Names
 from jaxfn._parity.ported_module import ParameterTree, PortedModule
 from jaxfn._parity.report import ParityReport, Row
@@ -20,6 +21,7 @@ from jaxfn._tree import is_inexact
 
 # Noise of a gradient that is zero (of a bias before a normalization), relative to the largest gradient.
 _NOISE = 1e-2
+_LARGER = 256  # the ratio of that gradient to the median of all from which on it says nothing about the others
 _NOT_FOUND = (
     "no layer was found that deviates first: none of torch's values is missing in the port, or a later one is there. "
     "Name them in the port: jax.ad_checkpoint.checkpoint_name(y, 'name of the torch layer')."
@@ -65,7 +67,8 @@ class _ModuleCheck:
                 "mistake as small as a wrong epsilon may not show. Pass captured arrays in `parameters` or `buffers`."
             )
         self._rtol = max(values.rtol, 0.0 if record.is_double else rounding(np.float32))
-        self._noise = _NOISE * self._rtol * max((abs(x).max(initial=0) for x in record.gradients.values()), default=0)
+        sizes = [float(abs(x).max(initial=0)) for x in record.gradients.values() if x.any()] or [0.0]
+        self._noise = _NOISE * self._rtol * min(max(sizes), _LARGER * float(np.median(sizes)))
         self._gradients = [np.zeros_like(x) for x in self._parameters.arrays]
         for i, gradient in zip(self._port.trainable, gradients, strict=True):
             self._gradients[i] = gradient
@@ -95,9 +98,7 @@ class _ModuleCheck:
         if ours is not None and is_inexact(ours.dtype) == is_inexact(expected.dtype):
             ours = ours.astype(expected.dtype)  # dtypes are not those of the user's run
         rtol, atol = self._tolerances
-        rtol = self._rtol * is_inexact(expected.dtype) if rtol is None else rtol
-        atol = rtol * float(abs(expected).max(initial=0)) + noise if atol is None else atol
-        row = compare(self._report.port, what, ours, expected, rtol, atol, None)
+        row = compare(self._report.port, what, ours, expected, rtol, atol, None, self._rtol, noise)
         row.verdict = "formula" if row.verdict == "differs" else row.verdict
         self._report.rows.append(row)
 
@@ -105,7 +106,7 @@ class _ModuleCheck:
         self._report.rows.append(Row(self._report.port, what, array.shape, str(array.dtype), verdict=verdict))
 
     def _is_close(self, ours: Array, expected: Array, noise: float = 0.0) -> bool:
-        return bool((abs(ours - expected) <= self._rtol * float(abs(expected).max(initial=0)) + noise).all())
+        return bool((abs(ours - expected) <= self._rtol * group_scale(abs(expected)) + noise).all())
 
     def _has_gradient(self, name: str, select: Callable[[Sequence[Any]], Array]) -> bool:
         return self._is_close(select(self._gradients), self._record.gradients[f"gradient of {name}"], self._noise)
@@ -160,8 +161,8 @@ class _ModuleCheck:
     def _check_steps(self) -> None:
         record = self._record
         updated = [i for i in self._port.trainable if i not in self._frozen]
-        arrays, new_buffers = self._port.descend(updated, record.steps, record.learning_rate)
-        noise = self._noise * record.learning_rate * record.steps
+        arrays, new_buffers = self._port.descend(updated, record.steps)
+        noise = self._noise * LEARNING_RATE * record.steps
         for name, expected in record.stepped.items():
             what = f"{name} after {record.steps} step{'s' * (record.steps > 1)}"
             if name in self._matches:

@@ -7,9 +7,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from jaxfn._parity.backends import Measurements, drawn, first_line, output_leaves, to_numpy
+from jaxfn._check.reports import first_line
+from jaxfn._parity.backends import Measurements, draw_tensor, output_leaves, to_numpy
 from jaxfn._parity.inputs import Array, Inputs
 from jaxfn._torch.values.arrays import to_torch
+
+LEARNING_RATE = 1e-2
 
 
 @dataclass(frozen=True)
@@ -50,7 +53,7 @@ class ModuleRecord:
       parameters, buffers: those before the call; frozen parameters count as buffers.
       outputs, gradients: the outputs, and the gradients of parameters and inputs.
       new_buffers: the buffers after the call.
-      steps, learning_rate: how many steps of gradient descent were taken.
+      steps: how many steps of gradient descent were taken.
       stepped: parameters and buffers after these.
       calls: the calls of layers, in the order in which they return.
       notes: why it is not in double precision, and whether it draws random numbers.
@@ -65,7 +68,6 @@ class ModuleRecord:
     gradients: Measurements
     new_buffers: Measurements
     steps: int
-    learning_rate: float
     stepped: Measurements
     calls: list[LayerCall]
     notes: list[str]
@@ -77,17 +79,17 @@ def module_record(fields: dict[str, Any]) -> ModuleRecord:
     return ModuleRecord(calls=calls, **fields)
 
 
-def record_module(module: Any, args: Sequence[Any], steps: int, learning_rate: float) -> ModuleRecord:
+def record_module(module: Any, args: Sequence[Any], steps: int) -> ModuleRecord:
     """Runs a copy of a module, in double precision if it runs in it."""
     inputs = Inputs(args if isinstance(args, (list, tuple)) else (args,))
     try:
-        return _record(copy.deepcopy(module).double(), inputs.in_double(), steps, learning_rate, None)
+        return _record(copy.deepcopy(module).double(), inputs.in_double(), steps, None)
     except Exception as error:  # raised again by the next line, unless it is a matter of dtypes
         no_double = f"compared in the dtypes of the inputs, as torch does not run in float64: {first_line(error)}"
-    return _record(copy.deepcopy(module), inputs, steps, learning_rate, no_double)
+    return _record(copy.deepcopy(module), inputs, steps, no_double)
 
 
-def _record(module: Any, inputs: Inputs, steps: int, learning_rate: float, no_double: str | None) -> ModuleRecord:
+def _record(module: Any, inputs: Inputs, steps: int, no_double: str | None) -> ModuleRecord:
     import torch
 
     parameters = {name: x for name, x in module.named_parameters() if x.requires_grad}
@@ -107,7 +109,7 @@ def _record(module: Any, inputs: Inputs, steps: int, learning_rate: float, no_do
         if step:
             _, gradients = _run(module, inputs, parameters)
         for name, parameter in parameters.items():
-            parameter.data -= learning_rate * gradients[name]
+            parameter.data -= LEARNING_RATE * gradients[name]
     stepped = _arrays(parameters | buffers | dict(module.named_buffers())) if steps else {}
     return ModuleRecord(
         type(module).__name__,
@@ -118,7 +120,6 @@ def _record(module: Any, inputs: Inputs, steps: int, learning_rate: float, no_do
         recorded,
         new_buffers,
         steps,
-        learning_rate,
         stepped,
         calls.finish(),
         notes,
@@ -145,7 +146,7 @@ def _run(module: Any, inputs: Inputs, parameters: Mapping[str, Any]) -> tuple[di
     differentiated = {i: y for i, y in outputs.items() if y.requires_grad}
     gradients = {name: torch.zeros_like(x) for name, x in wanted.items()}
     if differentiated and wanted:
-        cotangents = [drawn(i, y) for i, y in differentiated.items()]
+        cotangents = [draw_tensor("grad_output", i, y) for i, y in differentiated.items()]
         found: Any = torch.autograd.grad(
             list(differentiated.values()), list(wanted.values()), cotangents, allow_unused=True
         )

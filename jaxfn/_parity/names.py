@@ -3,7 +3,8 @@
 # Note: the order of the search
 
 1. `names` says it.
-2. One leaf has the numbers, in some layout. Random weights determine it, and their layout.
+2. One leaf has the numbers, in some layout. Random weights determine it, and their layout; of several layouts, that in
+   which the gradient is torch's is chosen.
 3. Several leaves do: all biases may be zeros. The one whose gradient is torch's is chosen, which cannot hide a
    difference; else the one with the most similar path.
 4. None does: the leaf with the most similar path, whose numbers then count as different.
@@ -89,7 +90,9 @@ class Matcher:
                 continue
             candidates = self._equal(name, tensor)
             if len({leaf for leaf, _ in candidates}) == 1 and not _is_constant(tensor):
-                found[name] = self._use(name, *candidates[0], tensor)
+                # Several layouts may have the numbers, as of a symmetric matrix.
+                alike = (c for c in candidates if evidence(name, self._selector(*c, tensor.shape)))
+                found[name] = self._use(name, *next(alike, candidates[0]), tensor)
             else:
                 rest.append(name)
         for name in rest:

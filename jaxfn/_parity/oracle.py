@@ -12,11 +12,14 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from jaxfn._parity.backends import Measurements, first_line
+from jaxfn._check.reports import first_line
+from jaxfn._parity.backends import Measurements
+from jaxfn._parity.comparison import expected_ulps
 from jaxfn._parity.inputs import Array
 from jaxfn._parity.module_record import ModuleRecord, module_record
 
-_RUNS = ("native", "double", "nudged")
+_RUNS = ("native", "double", "nudged", "errors")
+_FORMAT = 2  # the first format had other random grad_outputs
 
 
 @dataclass(frozen=True)
@@ -27,6 +30,7 @@ class Oracle:
       name: the name of the function.
       args: its arguments, with NumPy arrays.
       native, double, nudged: the results for the arguments in their dtypes, in double precision, and a small step away.
+      errors: the errors of torch below double precision, in units of the epsilon, of shape (samples, *shape).
       no_second_order: the reason if there are no second derivatives.
       no_double: the reason if the function does not run in double precision; `double` and `nudged` are empty then.
       versions: the versions of torch and NumPy.
@@ -38,10 +42,15 @@ class Oracle:
     native: Measurements
     double: Measurements
     nudged: Measurements
+    errors: Measurements
     no_second_order: str | None
     no_double: str | None
     versions: dict[str, str]
     module: ModuleRecord | None = None
+
+    def ulps(self, what: str) -> Any:
+        """Returns the errors to allow since torch has such, in units of the epsilon of a dtype, for each entry."""
+        return expected_ulps(self.errors.get(what), self.double.get(what))
 
     def without_derivatives(self) -> Oracle:
         """Returns the outputs."""
@@ -56,6 +65,7 @@ def save(path: str, oracle: Oracle) -> None:
         arrays |= {f"{run}/{what}": array for what, array in getattr(oracle, run).items()}
     module = None if oracle.module is None else _encoded(asdict(oracle.module), "the module", arrays)
     content = {
+        "format": _FORMAT,
         "module": module,
         "name": oracle.name,
         "args": args,
@@ -92,6 +102,8 @@ def load(path: str) -> Oracle:
 
 def _read(file: Any) -> Oracle:
     content = json.loads(str(file["content"]))
+    if content.get("format") != _FORMAT:
+        raise ValueError("it was written by another version of jaxfn, with other random numbers")
     arrays = {name: _with_dtype(file[name], dtype) for name, dtype in content["dtypes"].items()}
     runs = {
         run: {name.removeprefix(f"{run}/"): x for name, x in arrays.items() if name.startswith(f"{run}/")}

@@ -5,13 +5,16 @@ from __future__ import annotations
 import os
 from collections.abc import Collection, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
+from jaxfn._check.reports import first_line
 from jaxfn._gradcheck.problem.monitor import CallMonitor
-from jaxfn._parity.backends import JaxBackend, Measurements, TorchBackend, first_line
+from jaxfn._parity.backends import JaxBackend, Measurements, TorchBackend
 from jaxfn._parity.comparison import compare, errors, rounding
 from jaxfn._parity.inputs import Array, Inputs
 from jaxfn._parity.module_check import check_module
@@ -20,6 +23,8 @@ from jaxfn._parity.names import Names
 from jaxfn._parity.oracle import Oracle, load, save
 from jaxfn._parity.report import ParityReport, Row
 from jaxfn._tree import is_inexact
+
+_SAMPLES = 4  # of the inputs, for which the errors of torch are measured
 
 
 def paritycheck(
@@ -35,7 +40,6 @@ def paritycheck(
     buffers: Any = None,
     names: Names | None = None,
     steps: int = 0,
-    learning_rate: float = 1e-2,
 ) -> ParityReport:
     """Compares a JAX function with the torch function that it was ported from, on equal numbers.
 
@@ -62,7 +66,8 @@ def paritycheck(
       reference: What it is compared with: a `torch.autograd.Function`, any function of tensors, a module, or the path
         of a file that `record_oracle` wrote, for which torch is not needed.
       inputs: The arguments, arrays (of NumPy, of any shapes) and Python values; `None` with a recorded file.
-      atol: The absolute tolerance. Default: rounding in the dtype, relative to the largest number of the array.
+      atol: The absolute tolerance. Default: rounding in the dtype, relative to the largest number of about the
+        magnitude of each, and a few times the error that torch has in that dtype.
       rtol: The relative tolerance: `|jax - torch| <= atol + rtol * |torch|`. Default: rounding in the dtype.
       raise_exception: Whether to raise on failure.
       second_order: Whether to compare second derivatives.
@@ -72,8 +77,8 @@ def paritycheck(
       names: Which parameter is which, where numbers, gradients and names do not determine it. Maps the name of a torch
         parameter, buffer or layer to a path in the pytree ("blocks/0/norm"), or the name of a parameter to a function
         of the pytree that returns it in torch's layout, for fused and split weights.
-      steps: How many steps of gradient descent to compare, for the sum of the outputs times random numbers.
-      learning_rate: The learning rate of these steps.
+      steps: How many steps of gradient descent to compare, for the sum of the outputs times random numbers, with a
+        learning rate of 0.01.
 
     Returns:
       A `ParityReport`, which is true if everything agrees. `print` shows it as a table, `to_json()` returns it as JSON.
@@ -122,7 +127,7 @@ def paritycheck(
     if not is_file and inputs is None:
         raise TypeError("paritycheck: `inputs` are missing. Pass the arguments on which to compare.")
     if parameters is not None:
-        record, versions = _module_record(reference, inputs, steps, learning_rate)
+        record, versions = _module_record(reference, inputs, steps)
         report = check_module(func, record, parameters, buffers, names or {}, versions, rtol, atol)
         if raise_exception:
             report.raise_if_failed()
@@ -162,7 +167,6 @@ def record_oracle(
     path: str | os.PathLike[str],
     *,
     steps: int = 0,
-    learning_rate: float = 1e-2,
 ) -> None:
     """Writes the results of a torch function to a file, for `paritycheck` in an environment without torch.
 
@@ -171,7 +175,7 @@ def record_oracle(
       inputs: The arguments, arrays and Python values that JSON supports.
       path: The file, usually `*.npz`. It has inputs, outputs, gradients, second derivatives and versions, and no
         pickles. For a module it has its parameters, buffers and the values between its layers too.
-      steps, learning_rate: The steps of gradient descent of a module, as in `paritycheck`.
+      steps: How many steps of gradient descent of a module to record, as in `paritycheck`.
 
     Raises:
       ImportError: torch is not installed.
@@ -189,15 +193,13 @@ def record_oracle(
     """
     oracle = _run_torch(func, inputs, True, "record_oracle")
     if isinstance(func, _import_torch("record_oracle").nn.Module):
-        oracle = replace(oracle, module=record_module(func, inputs, steps, learning_rate))
+        oracle = replace(oracle, module=record_module(func, inputs, steps))
     elif steps:
         raise TypeError("record_oracle: only a module has parameters, which `steps` of gradient descent update.")
     save(os.fspath(path), oracle)
 
 
-def _module_record(
-    reference: Any, inputs: Sequence[Any] | None, steps: int, learning_rate: float
-) -> tuple[ModuleRecord, dict[str, str]]:
+def _module_record(reference: Any, inputs: Sequence[Any] | None, steps: int) -> tuple[ModuleRecord, dict[str, str]]:
     """Returns the results of a torch module, computed or recorded, and the versions."""
     if inputs is None:
         if steps:
@@ -209,7 +211,7 @@ def _module_record(
     torch = _import_torch("paritycheck")
     if not isinstance(reference, torch.nn.Module):
         raise TypeError(f"paritycheck: with `parameters`, the reference has to be a torch module, got {reference!r}")
-    return record_module(reference, inputs, steps, learning_rate), _versions(torch)
+    return record_module(reference, inputs, steps), _versions(torch)
 
 
 def _import_torch(what: str) -> Any:
@@ -246,11 +248,13 @@ def _run_torch(
         )
     double: Measurements = {}
     nudged: Measurements = {}
+    errors: Measurements = {}
     no_double = None
     try:
-        backend = TorchBackend(func, differentiated, in_double=True)
+        backend = TorchBackend(func, differentiated, dtype=torch.float64)
         double, _ = backend.measure(inputs.in_double(), second_order)
         nudged, _ = backend.measure(inputs.nudged(), second_order)
+        errors = _errors_of_torch(func, inputs, second_order, differentiated, double)
     except Exception as error:  # it ran in the dtypes of the inputs: it has tensors of these, or checks dtypes
         no_double = first_line(error)
     return Oracle(
@@ -259,10 +263,37 @@ def _run_torch(
         native=measured,
         double=double,
         nudged=nudged,
+        errors=errors,
         no_second_order=no_second_order,
         no_double=no_double,
         versions=_versions(torch),
     )
+
+
+def _errors_of_torch(
+    func: Any, inputs: Inputs, second_order: bool, differentiated: Collection[int] | None, double: Measurements
+) -> Measurements:
+    """Returns the errors of torch in the dtypes of the inputs, or in single precision; see `Oracle`.
+
+    There are none if torch draws random numbers: then two runs differ by more than errors.
+    """
+    torch = _import_torch("paritycheck")
+    dtype = torch.float32 if inputs.are_double else None
+    exact = partial(TorchBackend, func, differentiated, dtype=torch.float64)
+    again, _ = exact().measure(inputs.in_double(), second_order)
+    if not all(np.array_equal(x, again[what], equal_nan=True) for what, x in double.items()):
+        return {}
+    errors: dict[str, list[Array]] = {}
+    for number in range(_SAMPLES):
+        sample = inputs.sample(number)
+        coarse, _ = TorchBackend(func, differentiated, dtype=dtype).measure(sample, second_order)
+        precise, _ = exact().measure(sample.in_double(), second_order)
+        for what, x in coarse.items():
+            if is_inexact(x.dtype) and what in precise and x.shape == precise[what].shape:
+                with np.errstate(invalid="ignore"):
+                    error = abs(x.astype(precise[what].dtype) - precise[what])
+                errors.setdefault(what, []).append(error / _eps(x.dtype))
+    return {what: np.stack(found) for what, found in errors.items()}
 
 
 def _compare(
@@ -283,10 +314,15 @@ def _compare(
         if what.startswith("second derivative") and not second_order:
             continue
         in_double = ours.double.get(what), oracle.double.get(what)
-        row = compare(backend.name, what, ours.native.get(what), expected, rtol, atol, _relative_error(*in_double))
+        noise = oracle.ulps(what) * _eps(expected.dtype)
+        row = compare(
+            backend.name, what, ours.native.get(what), expected, rtol, atol, _relative_error(*in_double), noise=noise
+        )
         if row.verdict == "differs":
             row.verdict = _explain(what, ours, oracle)
-        elif row.verdict == "equal" and atol is rtol is None and _is_hidden(*in_double, ours.coarsest):
+        elif (
+            row.verdict == "equal" and atol is rtol is None and _is_hidden(*in_double, ours.coarsest, oracle.ulps(what))
+        ):
             row.verdict = "formula"
         report.rows.append(row)
     wrong = [row for row in report.rows if row.what.startswith("second derivative") and row.verdict == "formula"]
@@ -295,8 +331,10 @@ def _compare(
             stopped = _measure(backend, inputs, second_order)
         for row in wrong:
             array, expected = stopped.native.get(row.what), oracle.native[row.what]
-            again = compare(backend.name, row.what, array, expected, rtol, atol, None)
-            is_hidden = _is_hidden(stopped.double.get(row.what), oracle.double.get(row.what), stopped.coarsest)
+            ulps = oracle.ulps(row.what)
+            noise = ulps * _eps(expected.dtype)
+            again = compare(backend.name, row.what, array, expected, rtol, atol, None, noise=noise)
+            is_hidden = _is_hidden(stopped.double.get(row.what), oracle.double.get(row.what), stopped.coarsest, ulps)
             is_equal = again.verdict == "equal" and not is_hidden
             row.verdict = "intermediate" if is_equal else _explain(row.what, stopped, oracle)
     if any(row.verdict == "intermediate" for row in report.rows):
@@ -347,29 +385,35 @@ def _explain(what: str, ours: _Measured, oracle: Oracle) -> str:
     """Returns why a row differs: "rounding", "kink" or "formula"; "differs" if no run in double precision tells."""
     if ours.double.get(what) is None or oracle.double.get(what) is None:
         return "differs"
-    if _agrees(ours.double.get(what), oracle.double.get(what)):
+    ulps = oracle.ulps(what)
+    if _agrees(ours.double.get(what), oracle.double.get(what), ulps):
         return "rounding"
-    if not what.startswith("output") and _agrees(ours.nudged.get(what), oracle.nudged.get(what)):
+    if not what.startswith("output") and _agrees(ours.nudged.get(what), oracle.nudged.get(what), ulps):
         return "kink"
     return "formula"
 
 
-def _agrees(ours: Array | None, expected: Array | None) -> bool:
+def _eps(dtype: Any) -> float:
+    """Returns the epsilon of an inexact dtype, 0 of others."""
+    return float(jnp.finfo(dtype).eps) if is_inexact(dtype) else 0.0
+
+
+def _agrees(ours: Array | None, expected: Array | None, ulps: Any) -> bool:
     if ours is None or expected is None or ours.shape != expected.shape:
         return False
     # A function may compute in single precision whatever the dtypes of its inputs are.
     coarser = min((ours.dtype, expected.dtype), key=lambda dtype: dtype.itemsize)
-    return errors(ours, expected, coarser)[2] <= 1
+    return errors(ours, expected, rounding(coarser), noise=ulps * _eps(coarser))[2] <= 1
 
 
-def _is_hidden(ours: Array | None, expected: Array | None, coarsest: np.dtype[Any]) -> bool:
+def _is_hidden(ours: Array | None, expected: Array | None, coarsest: np.dtype[Any], ulps: Any) -> bool:
     """Whether results in double precision differ, so that equality in half precision says nothing."""
     if ours is None or expected is None or ours.shape != expected.shape or not is_inexact(ours.dtype):
         return False
-    return errors(ours, expected, coarsest)[2] > 1
+    return errors(ours, expected, rounding(coarsest), noise=ulps * _eps(coarsest))[2] > 1
 
 
 def _relative_error(ours: Array | None, expected: Array | None) -> float | None:
     if ours is None or expected is None or ours.shape != expected.shape:
         return None
-    return errors(ours, expected, ours.dtype)[1]
+    return errors(ours, expected, rounding(ours.dtype))[1]

@@ -11,10 +11,12 @@ import jax.numpy as jnp
 import numpy as np
 from jax.tree_util import keystr, tree_flatten_with_path, tree_leaves, tree_unflatten
 
+from jaxfn._check.draws import draw
 from jaxfn._compat import eqn_source_line, lower_jaxpr, record_source_lines
 from jaxfn._jaxpr import all_eqns, open_jaxpr
 from jaxfn._parity.backends import output_leaves
-from jaxfn._parity.inputs import Array, Inputs, draw
+from jaxfn._parity.inputs import Array, Inputs
+from jaxfn._parity.module_record import LEARNING_RATE
 from jaxfn._parity.values import Values
 from jaxfn._tree import is_array_leaf, is_inexact, is_key
 
@@ -94,7 +96,7 @@ class PortedModule:
             return chosen, (outputs, new_buffers)
 
         chosen, pullback, (outputs, new_buffers) = jax.vjp(differentiable, trained, values, has_aux=True)
-        cotangents = {i: jnp.conj(draw(i, y.shape, y.dtype)) for i, y in chosen.items()}
+        cotangents = {i: jnp.conj(draw("grad_output", i, y)) for i, y in chosen.items()}
         of_parameters, of_inputs = pullback(cotangents)
         return outputs, new_buffers, jax.tree.map(jnp.conj, of_parameters), jax.tree.map(jnp.conj, of_inputs)
 
@@ -123,14 +125,14 @@ class PortedModule:
         results = values.evaluate(jaxpr, consts, arguments)
         return tree_unflatten(jax.tree.structure(shape), [np.asarray(x) for x in results]), values, coarse
 
-    def descend(self, updated: Sequence[int], steps: int, learning_rate: float) -> tuple[list[Any], list[Any]]:
+    def descend(self, updated: Sequence[int], steps: int) -> tuple[list[Any], list[Any]]:
         """Returns all parameters and the buffers after steps of gradient descent on some of the parameters."""
         trained, buffers, values = self._start()
         run = jax.jit(self._program)
         for _ in range(steps):
             _, buffers, gradients, _ = run(trained, buffers, values)
             trained = [
-                p - learning_rate * g if i in updated else p
+                p - LEARNING_RATE * g if i in updated else p
                 for i, p, g in zip(self.trainable, trained, gradients, strict=True)
             ]
         arrays = list(self._parameters.arrays)

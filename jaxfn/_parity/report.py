@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import ClassVar
 
-from jaxfn._inspection.reports import CheckError, CheckReport, aligned, html_table, preformatted, small
+from jaxfn._check.reports import CheckError, CheckReport, aligned, html_table, preformatted, small
 
 
 class ParitycheckError(CheckError):

@@ -32,7 +32,8 @@ LAYERS = [
     ("jaxfn._torch.source",),
     ("jaxfn._torch.convert",),
     ("jaxfn._torch",),
-    ("jaxfn._gradcheck.problem", "jaxfn._gradcheck.report", "jaxfn._inspection.reports"),
+    ("jaxfn._check",),
+    ("jaxfn._gradcheck.problem", "jaxfn._gradcheck.report", "jaxfn._check.reports"),
     ("jaxfn._gradcheck", "jaxfn._inspection", "jaxfn._kernelcheck", "jaxfn._parity"),
     ("jaxfn",),
 ]

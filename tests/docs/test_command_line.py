@@ -29,6 +29,12 @@ FUNCTIONS = """
     class Square(square.Function):
         pass
 
+    def raising(x):
+        raise ValueError("mine")
+
+    def raising_inputs():
+        raise TypeError("mine")
+
     def inputs():
         return (np.linspace(-1, 1, 5),)
 """
@@ -96,3 +102,19 @@ def test_parity_and_explain(folder):
     assert run(folder, "parity", "functions:wrong", "torch:square", "--shape", "3").returncode == 1
     failed = run(folder, "explain", "torch:square", "--shape", "3")
     assert failed.returncode == 2 and "explain takes a torch Function" in failed.stderr
+
+
+RAISING = {
+    ("check", "functions:raising", "--shape", "3"): "ValueError: mine",
+    ("check", "functions:square", "--inputs", "functions:raising_inputs"): "TypeError: mine",
+    ("parity", "functions:raising", "torch:square", "--inputs", "functions:inputs"): "ValueError: mine",
+}
+
+
+@row("L5")
+@pytest.mark.parametrize("arguments", RAISING, ids=" ".join)
+def test_an_error_of_the_users_code_is_a_failure(folder, arguments):
+    if arguments[0] == "parity":
+        pytest.importorskip("torch")
+    result = run(folder, *arguments)
+    assert result.returncode == 1 and RAISING[arguments] in result.stderr

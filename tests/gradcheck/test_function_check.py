@@ -234,3 +234,42 @@ def test_lower_precision_warns_once_for_all_checks():
         assert jaxfn.check(WithVmap.apply, [x.astype(np.float32) for x in INPUTS])
     assert [str(w.message)[:15] for w in caught] == ["input 0 ('x') is float32"[:15], "input 1 ('w') is float32"[:15]]
     assert {w.filename for w in caught} == {__file__}
+
+
+class MaskedBatchedWrongly(jaxfn.Function):
+    @staticmethod
+    def forward(x):
+        return jnp.where(jnp.arange(4) < 2, x, -1e9)
+
+    @staticmethod
+    def setup_context(ctx, inputs, output): ...
+
+    @staticmethod
+    def backward(ctx, grad_output):
+        return jnp.where(jnp.arange(4) < 2, grad_output, 0.0)
+
+    @staticmethod
+    def vmap(info, in_dims, x):
+        return MaskedBatchedWrongly.forward(jnp.moveaxis(x, in_dims[0], 0) + 1e-3), 0
+
+
+@row("G6")
+def test_a_mask_does_not_hide_a_wrong_vmap():
+    x = np.array([0.1, 0.2, 0.3, 0.4])
+    assert not jaxfn.check(MaskedBatchedWrongly.apply, x, raise_exception=False)
+    assert not jaxfn.gradcheck(MaskedBatchedWrongly.apply, x, check_vmap=True, raise_exception=False)
+
+
+@row("G6")
+def test_an_error_of_a_second_derivative_is_a_failure_whatever_its_text():
+    @jax.custom_jvp
+    def square(x):
+        return x**2
+
+    @square.defjvp
+    def _(primals, tangents):
+        raise RuntimeError("not marked with @once_differentiable")
+
+    cube = rule(lambda ctx, x: (ctx.save_for_backward(x), x**3)[1], lambda ctx, g: 3 * square(ctx.saved_tensors[0]) * g)
+    report = jaxfn.check(cube, np.linspace(0.1, 1, 3), raise_exception=False)
+    assert not report and "not marked with @once_differentiable" in str(report)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -244,3 +246,80 @@ def test_a_callback_that_raises_for_another_saved_array_does_not_hide_the_report
 
     sine = saving(jnp.sin, lambda y, x: (x, y), backward)
     assert kinds(sine, np.array([0.3, 0.4, 1.2])) == ["a constant factor: 2 times what it should be"]
+
+
+RELU = rule(
+    lambda ctx, x: (ctx.save_for_backward(x), jax.nn.relu(x))[1],
+    lambda ctx, g: jnp.where(ctx.saved_tensors[0] > 0, g, 0.0),
+)
+MAXIMUM = rule(
+    lambda ctx, x, y: (ctx.save_for_backward(x, y), jnp.maximum(x, y))[1],
+    lambda ctx, g: (
+        jnp.where(jnp.greater(*ctx.saved_tensors), g, 0.0),
+        jnp.where(jnp.greater(*ctx.saved_tensors), 0.0, g),
+    ),
+)
+KINKS = {
+    "relu at 0": (RELU, (np.linspace(-1, 1, 5),)),
+    "maximum at a tie": (MAXIMUM, (np.array([1.0, 2.0]), np.array([1.0, 3.0]))),
+}
+
+
+@row("G4")
+@pytest.mark.parametrize("what", KINKS)
+def test_a_kink_is_named(what):
+    report = failure(*KINKS[what])
+    assert {mismatch.kind for mismatch in report.mismatches} == {"a kink of the function"}
+    assert any(note.startswith("kink: the rule is right a small step away") for note in report.notes)
+    assert not any("surrogate=" in note for note in report.notes)
+
+
+@row("G4")
+@cells("value", [5.0, -0.5])
+def test_a_wrong_value_at_a_kink_is_not_a_kink(value):
+    def backward(ctx, g):
+        (x,) = ctx.saved_tensors
+        return jnp.where(x == 0, value * g, jnp.where(x > 0, g, 0.0))
+
+    wrong = rule(lambda ctx, x: (ctx.save_for_backward(x), jax.nn.relu(x))[1], backward)
+    assert "a kink of the function" not in kinds(wrong, np.linspace(-1, 1, 5))
+
+
+def many_saved(count, factor):
+    def forward(ctx, x):
+        ys = [jnp.sin((k + 1.0) * x) for k in range(count)]
+        ctx.save_for_backward(x, *ys)
+        return sum(jnp.cos(y) for y in ys)
+
+    def backward(ctx, g):
+        x, *ys = ctx.saved_tensors
+        return factor * g * sum(-jnp.sin(y) * (k + 1.0) * jnp.cos((k + 1.0) * x) for k, y in enumerate(ys))
+
+    return rule(forward, backward)
+
+
+@row("G4")
+def test_the_search_for_a_wrong_saved_tensor_takes_about_as_long_as_the_check():
+    def seconds(factor):
+        start = time.process_time()
+        report = jaxfn.gradcheck(many_saved(8, factor), np.linspace(0.1, 1, 3), return_report=True)
+        assert report.passed == (factor == 1)
+        return time.process_time() - start
+
+    right = seconds(1.0)
+    assert seconds(1.5) < 20 * right  # it was 300 times
+
+
+@row("G3")
+@pytest.mark.parametrize("options", [{}, {"atol": 1e-5}, {"atol": 1e-5, "rtol": 1e-3}])
+def test_the_default_tolerance_is_the_one_in_the_signature(options):
+    cube = rule(
+        lambda ctx, x: (ctx.save_for_backward(x), x**3)[1], lambda ctx, g: 1.0005 * 3 * g * ctx.saved_tensors[0] ** 2
+    )
+    failure(cube, np.linspace(0.5, 1, 3), **options)
+    passes(cube, np.linspace(0.5, 1, 3), atol=2e-5)
+
+
+@row("G1")
+def test_a_list_can_be_an_argument():
+    assert jaxfn.gradcheck(lambda pair: pair[0] * pair[1], ([np.array([0.5]), np.array([1.5])],))

@@ -253,6 +253,7 @@ class Batched(jaxfn.Function):
 
 
 INF_THEN_NAN, SAVED_NAN = chain("Second", "output", "inf", "reverse"), chain("First", "saved", "nan", "reverse")
+NAN_WEIGHT = jnp.array([1.0, jnp.nan])
 TWO_ROWS = jnp.array([[True, False, True], [True, True, True]])
 # A function, its arguments, and what is found.
 FOUND = {
@@ -273,6 +274,17 @@ FOUND = {
         jax.grad(lambda x: jnp.where(x == 0, 0.0, 1 / x).sum()), [jnp.array([0.0, 2.0])], {"kind": "inf"},
     ),
     "a mask of infinities": (attention, [jnp.ones((2, 3)), TWO_ROWS], None),
+    "a literal infinity in a result": (
+        lambda x: jnp.where(x > 0, x, -jnp.inf), [jnp.array([1.0, -1.0])], None,
+    ),
+    "an infinity that was passed in": (lambda x: 2 * x, [jnp.array([1.0, jnp.inf])], None),
+    "a NaN in one result, after an infinity in another": (
+        lambda x: (jnp.log(0 * x), jnp.sqrt(-x)), [jnp.ones(2)], {"kind": "nan", "operation": "sqrt"},
+    ),
+    "a captured NaN": (
+        lambda x: x + NAN_WEIGHT, [jnp.ones(2)],
+        {"kind": "nan", "array": "a constant of the program", "shape": (2,), "index": (1,)},
+    ),
     "a mask that leaves nothing": (
         attention, [jnp.ones((2, 3)), TWO_ROWS.at[0].set(False)], {"kind": "nan", "index": (0, 0)},
     ),

@@ -3,6 +3,7 @@
 import functools
 import gc
 import itertools
+import time
 import weakref
 
 import jax
@@ -501,3 +502,26 @@ def test_devices_are_used_outside_jit_too():
     y, logs = jaxfn.with_logs(lambda x: over_devices(wave)(x) + over_devices(silent)(x))(X)
     equal(y, 2 * jnp.sin(X))
     equal(logs["x"][0], X[:, None])
+
+
+@row("K5")
+def test_nested_branches_are_traced_a_few_times_each():
+    traced = []
+
+    def branch(depth):
+        def run(x):
+            traced.append(depth)
+            return halved(x) if depth == 0 else jax.lax.cond(x.sum() > depth, branch(depth - 1), halved, x)
+
+        return run
+
+    @jaxfn.function
+    def halved(ctx, x):
+        ctx.log(sum=x.sum())
+        traced.append("forward")
+        return x / 2
+
+    start = time.process_time()
+    _, logs = jaxfn.with_logs(branch(8))(jnp.ones(3))
+    assert len(logs["sum"]) == 9
+    assert time.process_time() - start < 5  # it was 12 s

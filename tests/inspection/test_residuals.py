@@ -5,6 +5,7 @@ import json
 import math
 import re
 import textwrap
+import time
 
 import jax
 import jax.numpy as jnp
@@ -588,3 +589,19 @@ def test_a_policy_that_is_not_callable_is_named(policies):
         TypeError, match=re.escape(f"policies[{name!r}] is {value!r}, expected a jax.checkpoint policy")
     ):
         jaxfn.residuals(jnp.sin, jnp.ones(3), policies=policies)
+
+
+@row("K2")
+def test_the_time_is_in_proportion_to_the_number_of_rows():
+    def seconds(count):
+        def f(x):
+            for k in range(count):
+                x = jnp.sin(x * (k + 1.0))
+            return x.sum()
+
+        start = time.process_time()
+        assert len(jaxfn.residuals(f, jnp.ones(3))) == 2 * count
+        return time.process_time() - start
+
+    few = seconds(200)
+    assert seconds(1000) < 8 * few  # it was 20 times

@@ -695,3 +695,13 @@ def test_flax_linen_in_training(momentum):
     )
     failed = {row.what for row in report.failures}
     assert failed == {"buffer 1.running_var"} | ({"buffer 1.running_mean"} if momentum == 0.1 else set()), report
+
+
+@row("H6b")
+def test_a_weight_that_equals_its_transpose():
+    """Its numbers do not tell the layout; its gradient does."""
+    module = torch.nn.Linear(4, 4)
+    torch.nn.init.eye_(module.weight)
+    parameters = {"kernel": jnp.eye(4), "bias": jnp.asarray(module.bias.detach().numpy())}
+    x = np.random.default_rng(5).standard_normal((5, 4)).astype(np.float32)
+    assert jaxfn.paritycheck(lambda p, x: x @ p["kernel"] + p["bias"], module, [x], parameters=parameters)

@@ -503,3 +503,37 @@ def test_a_broken_file(content, tmp_path):
         path.write_bytes(content)
     with pytest.raises(ValueError, match=r"paritycheck: .*sin.npz cannot be read \(.*\)\. Write it with record_oracle"):
         jaxfn.paritycheck(jnp.sin, path)
+
+
+@row("H6")
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+@pytest.mark.parametrize("shift", [0.0, 1e-3, 3.0])
+def test_a_mask_does_not_hide_errors_of_other_numbers(shift, dtype):
+    is_lower = np.tril(np.ones((8, 8), bool))
+    (q,) = random((8, 4), dtype=dtype)
+    with jax.enable_x64(dtype is np.float64):
+        report = jaxfn.paritycheck(
+            lambda q: jnp.where(is_lower, q @ q.T + shift, -1e9),
+            lambda q: torch.where(torch.tensor(is_lower), q @ q.T, torch.tensor(-1e9).to(q.dtype)),
+            [q],
+            raise_exception=False,
+        )
+    assert bool(report) == (shift == 0.0), report
+
+
+@row("H6")
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+@pytest.mark.parametrize("seed", range(3))
+def test_a_gradient_that_is_zero_up_to_rounding(seed, dtype):
+    """The errors of torch are measured where all is rounding."""
+    x, c = (np.random.default_rng(seed).standard_normal(shape).astype(dtype) for shape in ((4, 5), (4, 1)))
+    with jax.enable_x64(dtype is np.float64):
+        assert jaxfn.paritycheck(lambda x, c: jax.nn.softmax(x + c), lambda x, c: torch.softmax(x + c, -1), [x, c])
+
+
+@row("H7")
+def test_a_file_of_another_format_says_so(tmp_path):
+    path = tmp_path / "old.npz"
+    np.savez(path, content=np.array(json.dumps({"dtypes": {}})))
+    with pytest.raises(ValueError, match="written by another version of jaxfn, with other random numbers"):
+        jaxfn.paritycheck(jnp.sin, path)

@@ -20,8 +20,8 @@ import numpy as np
 from jax.core import eval_jaxpr
 from jax.tree_util import tree_flatten, tree_map, tree_unflatten
 
+from jaxfn._check.staging import computed_bytes, python_callbacks
 from jaxfn._compat import compile_quickly, keeps_constants_apart
-from jaxfn._gradcheck.problem.staging import computed_bytes, python_callbacks
 from jaxfn._jaxpr import all_eqns, is_variable, open_jaxpr
 
 _MAX_CACHED = 256

@@ -16,8 +16,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.tree_util import tree_leaves, tree_unflatten
 
+from jaxfn._check.staging import LAX_PRIMITIVES, JaxprFunction, computed_bytes
 from jaxfn._compat import compile_quickly, custom_jvp_call_p, custom_vjp_call_p, jit_p, remat_p
-from jaxfn._gradcheck.problem.staging import LAX_PRIMITIVES, JaxprFunction, computed_bytes
 from jaxfn._jaxpr import eval_jaxpr_with, flat_params, identity_primitives, is_any_of, subjaxpr_rules, subjaxprs
 
 _MAX_CACHED = 1024

@@ -11,6 +11,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
+from jaxfn._check.draws import draw
 from jaxfn._gradcheck.problem.problem import Leaf
 
 Arrays = list[Any]
@@ -21,14 +22,7 @@ _TOGETHER = 1024
 
 def random_vectors(leaves: Sequence[Leaf], seed: int) -> Arrays:
     """Returns standard normal numbers for each leaf, determined by the seed alone."""
-    generator = np.random.default_rng(seed)
-    vectors: Arrays = []
-    for leaf in leaves:
-        values = generator.standard_normal(leaf.shape)
-        if leaf.is_complex:
-            values = values + 1j * generator.standard_normal(leaf.shape)
-        vectors.append(np.asarray(values, leaf.dtype))
-    return vectors
+    return [draw(f"vector {seed}", i, leaf) for i, leaf in enumerate(leaves)]
 
 
 @dataclass(frozen=True)

@@ -13,10 +13,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax.custom_derivatives import SymbolicZero
 
+from jaxfn._check.staging import HAVE_RULES, LAX_PRIMITIVES, JaxprFunction, stage
 from jaxfn._compat import closed_call_p, custom_lin_p, is_code_of_jax
 from jaxfn._gradcheck.problem.monitor import CallMonitor
 from jaxfn._gradcheck.problem.problem import Leaf, LeafFunction, Problem
-from jaxfn._gradcheck.problem.staging import HAVE_RULES, LAX_PRIMITIVES, JaxprFunction, stage, stage_without_x64
 from jaxfn._jaxpr import identity_primitives, is_any_of, jaxprs_in_params, open_jaxpr, subjaxpr_rules
 from jaxfn._primitives import linear_map_p
 from jaxfn._tree import conjugate
@@ -188,7 +188,6 @@ class Derivatives:
       casts: gradients that were returned in another dtype than their input's, as (location, dtype, input's dtype).
       without_gradient: differentiated inputs for which `backward` returned `None`, as (method, input).
       precision: the relative spacing of the coarsest floating-point type that the function computes in.
-      stage: stages another function that calls `call`.
     """
 
     is_traced: bool
@@ -206,7 +205,6 @@ class Derivatives:
     casts: list[tuple[str, str, str]]
     without_gradient: list[tuple[str, str]]
     precision: float
-    stage: Callable[..., JaxprFunction]
 
     @property
     def mesh_axes(self) -> dict[str, int]:
@@ -239,7 +237,7 @@ def _derive(
     described = problem.describe_outputs()
     target = primal
     if problem.target is not problem.call:
-        target, target_avals = tracer.primal(problem.target, stage)
+        target, target_avals = tracer.primal(problem.target)
         if [(y.shape, y.dtype) for y in target_avals] != [(y.shape, y.dtype) for y in avals]:
             raise ValueError(f"surrogate returns {_listed(target_avals)}, but {problem.name} returns {_listed(avals)}")
     leaves = [Leaf(name, y.shape, y.dtype) for (name, _), y in zip(described, avals, strict=True)]
@@ -271,7 +269,7 @@ def _derive(
         if indices:
             primal = target = tracer.primal(restrict_outputs(problem.call, indices))[0]
             if problem.target is not problem.call:
-                target = tracer.primal(restrict_outputs(problem.target, indices), stage)[0]
+                target = tracer.primal(restrict_outputs(problem.target, indices))[0]
     bypassing = CallMonitor(bypass_rules=True)
     references: Sequence[_FindDerivative] = [lambda: _UNCHECKED] * 2
     if reference:
@@ -295,7 +293,6 @@ def _derive(
         casts=list(monitor.casts),
         without_gradient=list(monitor.without_gradient),
         precision=precision,
-        stage=tracer.stage,
     )
 
 
@@ -321,8 +318,8 @@ def _references(
       monitor: has monitored the calls of the function.
       bypassing: monitors those of `without_rules`.
     """
-    columns = tracer.derivative(forward_derivative(without_rules), problem.inputs, stage)
-    rows = cache(lambda: tracer.derivative(jacobian_rows(without_rules), outputs, stage) if reverse else _UNCHECKED)
+    columns = tracer.derivative(forward_derivative(without_rules), problem.inputs)
+    rows = cache(lambda: tracer.derivative(jacobian_rows(without_rules), outputs) if reverse else _UNCHECKED)
     if isinstance(columns, UnavailableError) or monitor.functions.keys() - bypassing.functions.keys():
         rows()  # reverse mode may call Functions that forward mode has not reached
     if not bypassing.functions and not problem.has_reference:
@@ -367,18 +364,15 @@ class _Tracer:
 
     def __init__(self, problem: Problem, *, is_tracing: bool) -> None:
         self.is_tracing = is_tracing
-        self.stage = stage if problem.dtype is None else stage_without_x64
         self._values = problem.values
         self._inputs = _avals(problem.inputs)
 
-    def primal(
-        self, call: LeafFunction, stage_as: Callable[..., JaxprFunction] | None = None
-    ) -> tuple[LeafFunction, list[Any]]:
-        """Returns a function, staged as the checked function by default, and the types of its outputs."""
+    def primal(self, call: LeafFunction) -> tuple[LeafFunction, list[Any]]:
+        """Returns a function, staged if possible, and the types of its outputs."""
         if not self.is_tracing:
             return call, [jax.typeof(y) for y in call(*self._values)]
         try:
-            traced = (stage_as or self.stage)(call, *self._inputs)
+            traced = stage(call, *self._inputs)
         except Exception as error:
             raise _UntraceableError from error
         return traced, [v.aval for v in traced.jaxpr.outvars]
@@ -387,7 +381,6 @@ class _Tracer:
         self,
         derivative: Derivative,
         seed_leaves: Sequence[Leaf],
-        stage_as: Callable[..., JaxprFunction] | None = None,
         retry_eagerly: bool = False,
     ) -> Derivative | UnavailableError:
         """Returns a derivative of the function, staged for vectors of some leaves."""
@@ -395,7 +388,7 @@ class _Tracer:
             if not self.is_tracing:
                 derivative(self._values, [jnp.ones(leaf.shape, leaf.dtype) for leaf in seed_leaves])
                 return derivative
-            traced = (stage_as or self.stage)(derivative, self._inputs, _avals(seed_leaves))
+            traced = stage(derivative, self._inputs, _avals(seed_leaves))
         except Exception as error:
             CallMonitor.end_epoch()
             if retry_eagerly and self.is_tracing:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -14,9 +13,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax.tree_util import keystr, tree_flatten_with_path, tree_unflatten
 
-from jaxfn._function import show_signature
+from jaxfn._check.arguments import function_name, named_leaves
 from jaxfn._traces import is_ref
-from jaxfn._tree import double, is_array_leaf, is_inexact, is_none
+from jaxfn._tree import double, is_array_leaf, is_inexact
 
 # A function of arrays that returns a list of arrays.
 LeafFunction = Callable[..., list[Any]]
@@ -70,7 +69,6 @@ class Problem:
       values: the values of `inputs`, in double precision.
       describe_outputs: returns the names of the outputs of the last call, and their dtypes before the cast to double.
       may_stop: whether an output may have no derivative, as one that is marked non-differentiable.
-      dtype: the dtype that `call` computes in, if not double precision; then it is staged without x64.
       has_reference: whether `reference` is another function than `call`, even if no rule of a Function is bypassed.
     """
 
@@ -82,7 +80,6 @@ class Problem:
     values: list[jax.Array]
     describe_outputs: Callable[[], list[tuple[str, Any]]]
     may_stop: bool = True
-    dtype: np.dtype[Any] | None = None
     has_reference: bool = False
 
 
@@ -97,7 +94,6 @@ def make_problem(
     inputs: Any,
     argnums: int | Sequence[int] | None,
     surrogate: Callable[..., Any] | None = None,
-    dtype: Any = None,
 ) -> Problem:
     """Makes a problem of a function and its inputs.
 
@@ -106,12 +102,10 @@ def make_problem(
       inputs: a tuple of positional arguments, or the only argument.
       argnums: the arguments to differentiate with respect to. Default: every inexact array leaf of all arguments.
       surrogate: the function whose derivative the rule should be. Default: `func`.
-      dtype: the dtype in which to run the function. Default: double precision.
 
     Raises:
       ValueError: nothing is differentiable, or `argnums` names an argument that is missing or not differentiable.
     """
-    dtype = None if dtype is None else _coarse(dtype)
     named, tree, chosen = named_leaves(func, inputs, argnums)
     leaves: list[Any] = []  # of all arguments; the differentiated ones will be replaced
     positions: list[int] = []
@@ -126,23 +120,20 @@ def make_problem(
         if not (is_number or is_array_leaf(leaf)):
             leaves.append(leaf)
             continue
-        array = as_double(leaf if dtype is None else _cast(leaf, dtype))
+        array = as_double(leaf)
         if argument in chosen and is_inexact(array.dtype):
-            if dtype is None:
-                _warn_of_precision(name, leaf)
+            _warn_of_precision(name, leaf)
             positions.append(len(leaves))
             described.append(Leaf(name, array.shape, double(array.dtype)))
         leaves.append(array)
     _require_differentiable(argnums, chosen, [named[i][0] for i in positions])
     outputs: list[list[tuple[str, Any]]] = [[]]
 
-    def flat(function: Callable[..., Any], dtype: Any = None) -> LeafFunction:
+    def flat(function: Callable[..., Any]) -> LeafFunction:
         def call(*values: Any) -> list[jax.Array]:
             merged = list(leaves)
             for position, value in zip(positions, values, strict=True):
                 merged[position] = value
-            if dtype is not None:
-                merged = [_cast(leaf, dtype) if is_array_leaf(leaf) else leaf for leaf in merged]
             returned = function(*tree_unflatten(tree, merged))
             outputs[0], arrays = _inexact_outputs(returned)
             return arrays
@@ -150,11 +141,11 @@ def make_problem(
         return call
 
     values = [leaves[i] for i in positions]
-    call = flat(func, dtype)
+    call = flat(func)
     target = call if surrogate is None else flat(surrogate)
     # The rules of custom_vjp and custom_jvp are removed here; `CallMonitor.bypass_rules` removes those of Functions.
     has_rule = surrogate is None and isinstance(func, (jax.custom_vjp, jax.custom_jvp))
-    reference = flat(cast(Any, func).__wrapped__ if has_rule else surrogate or func) if has_rule or dtype else target
+    reference = flat(cast(Any, func).__wrapped__ if has_rule else surrogate or func) if has_rule else target
     return Problem(
         function_name(func),
         call,
@@ -163,64 +154,8 @@ def make_problem(
         tuple(described),
         values,
         lambda: outputs[0],
-        dtype=dtype,
         has_reference=has_rule or surrogate is not None,
     )
-
-
-def _coarse(dtype: Any) -> np.dtype[Any]:
-    """Returns `dtype`, checked to be a floating-point type below double precision."""
-    kind = jnp.dtype(dtype)
-    if not jnp.issubdtype(kind, jnp.floating) or double(kind) == kind:
-        raise ValueError(f"dtype is {kind}; it must be a floating-point type below float64, or None for float64")
-    return kind
-
-
-def _cast(leaf: Any, dtype: Any) -> Any:
-    """Casts an inexact array to a dtype (to the complex dtype of that precision), and returns any other unchanged."""
-    if not is_inexact(jnp.result_type(leaf)):
-        return leaf
-    if jnp.issubdtype(jnp.result_type(leaf), jnp.complexfloating):
-        if dtype != np.float32:
-            raise ValueError(f"an input is complex, and {dtype} has no complex type")
-        dtype = np.complex64
-    return jnp.asarray(leaf).astype(dtype)
-
-
-def function_name(func: Callable[..., Any]) -> str:
-    """Returns the name of a function in reports."""
-    return getattr(func, "__qualname__", None) or getattr(func, "__name__", None) or type(func).__name__
-
-
-def as_arguments(inputs: Any) -> tuple[Any, ...]:
-    """Returns the arguments that `inputs` holds: a tuple or a list of them, or the only one."""
-    return tuple(inputs) if isinstance(inputs, (tuple, list)) else (inputs,)
-
-
-def named_leaves(
-    func: Callable[..., Any], inputs: Any, argnums: int | Sequence[int] | None
-) -> tuple[list[tuple[int, str, Any]], Any, frozenset[int]]:
-    """Returns the leaves of the inputs, their treedef, and the positions of the arguments that `argnums` names.
-
-    Each leaf comes with the position of its argument and a name for reports.
-    """
-    args = as_arguments(inputs)
-    chosen = _chosen_arguments(argnums, len(args))
-    names = _argument_names(func, args)
-    paths, tree = tree_flatten_with_path(args, is_leaf=is_none)
-    leaves = [(path[0].idx, names[path[0].idx] + keystr(path[1:]), leaf) for path, leaf in paths]
-    return leaves, tree, chosen
-
-
-def _chosen_arguments(argnums: int | Sequence[int] | None, count: int) -> frozenset[int]:
-    """Returns the positions of the arguments that `argnums` names, or of all."""
-    if argnums is None:
-        return frozenset(range(count))
-    wanted = [argnums] if isinstance(argnums, int) else list(argnums)
-    for argnum in wanted:
-        if not -count <= argnum < count:
-            raise ValueError(f"argnums names argument {argnum}, but there are {count} inputs")
-    return frozenset(argnum % count for argnum in wanted)
 
 
 def _require_differentiable(argnums: int | Sequence[int] | None, chosen: frozenset[int], found: Sequence[int]) -> None:
@@ -232,23 +167,6 @@ def _require_differentiable(argnums: int | Sequence[int] | None, chosen: frozens
             "gradcheck expects at least one floating or complex array among its inputs, to differentiate with respect "
             "to. Python numbers are static: make them arrays, or name their argument in argnums."
         )
-
-
-def _argument_names(func: Callable[..., Any], args: Sequence[Any]) -> list[str]:
-    """Returns `input 0 ('x')` and so on, with the names in the function's signature if it has one."""
-    show_signature(func)
-    try:
-        signature = inspect.signature(func)
-        bound = signature.bind(*args).arguments
-    except (TypeError, ValueError):
-        return [f"input {i}" for i in range(len(args))]
-    names: list[str] = []
-    for name in bound:
-        if signature.parameters[name].kind is inspect.Parameter.VAR_POSITIONAL:
-            names += [f"{name}[{i}]" for i in range(len(bound[name]))]
-        else:
-            names.append(name)
-    return [f"input {i} ({name!r})" for i, name in enumerate(names)]
 
 
 def _warn_of_precision(name: str, leaf: Any) -> None:

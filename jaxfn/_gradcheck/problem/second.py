@@ -8,8 +8,8 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
+from jaxfn._check.draws import draw
 from jaxfn._gradcheck.problem.derivatives import available, derive, restrict_outputs, reverse_derivative
 from jaxfn._gradcheck.problem.problem import Leaf, LeafFunction, Problem, as_double
 
@@ -56,8 +56,7 @@ def second_order(problem: Problem, grad_outputs: Any) -> Problem:
 
 def _cotangents(outputs: Sequence[Leaf], grad_outputs: Any) -> list[Any]:
     if grad_outputs is None:
-        generator = np.random.default_rng(0)
-        return [jnp.asarray(_uniform(generator, leaf)) for leaf in outputs]
+        return [jnp.asarray(draw("grad_output", i, leaf)) for i, leaf in enumerate(outputs)]
     arrays = [as_double(leaf) for leaf in jax.tree.leaves(grad_outputs)]
     shapes, expected = [a.shape for a in arrays], [leaf.shape for leaf in outputs]
     if shapes != expected:
@@ -66,8 +65,3 @@ def _cotangents(outputs: Sequence[Leaf], grad_outputs: Any) -> list[Any]:
             "each of them"
         )
     return [a.astype(leaf.dtype) for a, leaf in zip(arrays, outputs, strict=True)]
-
-
-def _uniform(generator: np.random.Generator, leaf: Leaf) -> Any:
-    values = generator.uniform(-1, 1, leaf.shape)
-    return values + 1j * generator.uniform(-1, 1, leaf.shape) if leaf.is_complex else values

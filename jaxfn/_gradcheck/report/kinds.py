@@ -11,6 +11,7 @@ import numpy as np
 from jaxfn._gradcheck.report.report import Mismatch
 
 Matrix = np.ndarray[Any, Any]
+KINK = "a kink of the function"
 _CLOSE = 1e-4  # relative to the largest entry, so that finite differences are precise enough
 _MAX_PERMUTED = 4  # axes, of which all permutations are tried
 _MAX_LISTED = 2  # explanations that hold alike; more explain nothing

@@ -9,8 +9,8 @@ from typing import Any, ClassVar
 
 import numpy as np
 
+from jaxfn._check.reports import CheckError, CheckReport, aligned, preformatted, small
 from jaxfn._gradcheck.report.plot import draw
-from jaxfn._inspection.reports import CheckError, CheckReport, aligned, preformatted, small
 
 Number = float | complex
 

@@ -47,11 +47,7 @@ class _MultilinearMap(LinearMap):
         self._function = function
         self._gradients = gradients
         self._perturbed = perturbed
-        self._aval = aval
-
-    @property
-    def avals(self) -> Sequence[Any]:
-        return [self._aval]
+        self.avals = [aval]
 
     def apply(self, residuals: Sequence[Any], tangents: Sequence[Any]) -> list[Array]:
         terms = (

@@ -71,11 +71,7 @@ class _Derivative(LinearMap):
     def __init__(self, on_cpu: Formulation, elsewhere: Formulation, perturbed: Sequence[int], aval: Any) -> None:
         self._formulations = on_cpu, elsewhere
         self._perturbed = perturbed
-        self._aval = aval
-
-    @property
-    def avals(self) -> Sequence[Any]:
-        return [self._aval]
+        self.avals = [aval]
 
     def apply(self, residuals: Sequence[Any], tangents: Sequence[Any]) -> list[Array]:
         def push(f: Formulation, *arrays: Array) -> Array:

@@ -156,11 +156,7 @@ class _Resampling(LinearMap):
         self._table = table
         self._transposed = _transpose(table, x.shape[axis])
         aval = jax.typeof(x)
-        self._aval = aval.update(shape=(*x.shape[:axis], len(table[0]), *x.shape[axis + 1 :]))
-
-    @property
-    def avals(self) -> Sequence[Any]:
-        return [self._aval]
+        self.avals = [aval.update(shape=(*x.shape[:axis], len(table[0]), *x.shape[axis + 1 :]))]
 
     def apply(self, residuals: Sequence[Any], tangents: Sequence[Array]) -> list[Array]:
         return [_resample_by_platform(tangents[0], self._axis, self._table)]

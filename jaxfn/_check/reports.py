@@ -107,3 +107,8 @@ def html_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 def small(number: complex | None) -> str:
     """Returns an error or a tolerance as a cell, empty for `None`."""
     return "" if number is None else f"{number:.2g}"
+
+
+def first_line(error: BaseException) -> str:
+    """Returns the first line of an error's text, or its type if it has none."""
+    return next(iter(str(error).strip().splitlines()), type(error).__name__)

@@ -1,0 +1,1 @@
+"""The foundation that `gradcheck`, `kernelcheck` and `paritycheck` share."""
