@@ -158,7 +158,7 @@ class ConvertedModule:
             self._check_mode()
             self._check(parameters, buffers)
             arguments = (dict(sorted(parameters.items())), dict(sorted(buffers.items())), args, kwargs)
-            traced, arrays = self._callable.trace(arguments, 1, _state_key(self.torch_module))
+            traced, arrays = self._callable.trace(arguments, 1, functools.partial(_state_key, self.torch_module))
         return traced, arrays, key
 
     def load(self, parameters: Mapping[str, Any], buffers: Mapping[str, Any] | None = None) -> None:

@@ -42,7 +42,7 @@ from jaxfn._torch.trace.state import ACTIVE, TraceState
 from jaxfn._torch.values.arrays import jax_dtype, torch_dtype
 from jaxfn._torch.values.errors import DataDependentError, EscapedNumberError, SelectionError, TranslationError
 from jaxfn._torch.values.flatten import Slot, flatten_tensors, is_size, slots, unflatten_tensors
-from jaxfn._torch.values.trace_cache import LRUCache, static_key, torch_settings_key
+from jaxfn._torch.values.trace_cache import LRUCache, static_key, torch_settings
 from jaxfn._traces import innermost, staging_traces
 
 _UNDER_JIT = NoValues(
@@ -143,6 +143,11 @@ class TracedCode:
     def fits(self, needs_input_grad: tuple[bool, ...]) -> bool:
         """Whether the trace is valid for these flags."""
         return not self.reads_needs_input_grad or self.needs_input_grad == needs_input_grad
+
+    def is_current(self) -> bool:
+        """Whether the Functions that the code applies would read the Python state that they read in this trace."""
+        states: dict[Definition, Hashable] = {}
+        return all(x.is_valid_in(states) for x in self.functions)
 
     def run_graph(self, arrays: Sequence[Any], key: Any, known: Mapping[torch.fx.Node, Any] | None = None) -> Any:
         """Computes the graph's results for JAX arrays; op by op, if values of nodes are `known`.
@@ -355,7 +360,12 @@ class TracedForward(TracedCode):
       reruns_forward: Whether `backward` and `jvp` run `forward` again, on its inputs, because it stored tensors with
         autograd's graph on ctx, which `backward` may differentiate.
       backward_error: The error that differentiation raises, if any.
+      python_state: A key of the Python state that `forward` read; `None` if there is none.
+      settings: torch's settings around the call.
+      pinned: The converted Function whose calls have this trace, in nested Functions.
     """
+
+    pinned: Any = None
 
     def __init__(
         self,
@@ -368,6 +378,8 @@ class TracedForward(TracedCode):
         self.definition = definition
         self.needs_input_grad = needs_input_grad
         self.arguments = arguments
+        self.python_state = definition.python_state("forward")
+        self.settings = torch_settings()
         # For each tensor, the index of the input of `forward` that contains it.
         args, kwargs = arguments
         self._input_indices = [i for i, value in enumerate((*args, *kwargs.values())) for _ in slots(value)]
@@ -449,6 +461,12 @@ class TracedForward(TracedCode):
                 "it would have to run again in backward. Draw the numbers outside, and pass them as an argument"
             )
 
+    def is_valid_in(self, states: dict[Definition, Hashable]) -> bool:
+        """Whether the Function, and those inside, would read the state that they read; `states` has what was found."""
+        if self.definition not in states:
+            states[self.definition] = self.definition.python_state("forward")
+        return states[self.definition] == self.python_state and all(x.is_valid_in(states) for x in self.functions)
+
     def _new_inputs(self, state: TraceState, needs_input_grad: Sequence[bool]) -> list[torch.Tensor]:
         return [
             state.add_input(*spec, requires_grad=needs_input_grad[i])
@@ -458,11 +476,23 @@ class TracedForward(TracedCode):
     def _run_code(self, ctx: TorchContext, inputs: Sequence[torch.Tensor]) -> Any:
         """Runs the user's code on traced tensors, and returns its output."""
         function = self.definition.function
-        args, kwargs = unflatten_tensors(self.arguments, inputs)
+        args, kwargs = unflatten_tensors(self.arguments, inputs, shares_containers=True)
+        values = (*args, *kwargs.values())
+        before = [torch_tree.tree_flatten(value) for value in values]
         if not self.definition.has_setup_context:
-            return function.forward(ctx, *args, **kwargs)
-        output = function.forward(*args, **kwargs)
-        function.setup_context(ctx, (*args, *kwargs.values()), output)
+            output = function.forward(ctx, *args, **kwargs)
+        else:
+            output = function.forward(*args, **kwargs)
+            function.setup_context(ctx, values, output)
+        for i, (value, (leaves, spec)) in enumerate(zip(values, before, strict=True)):
+            if slots((*self.arguments[0], *self.arguments[1].values())[i]):
+                new_leaves, new_spec = torch_tree.tree_flatten(value)
+                if new_spec != spec or any(x is not y for x, y in zip(new_leaves, leaves, strict=True)):
+                    raise TranslationError(
+                        f"{self.definition.name}.forward changes {self.definition.input_name(i)}, a list or dict that "
+                        "contains arrays. A jaxfn Function receives a copy of it, so its caller would never see the "
+                        "change. Return the new values from forward, and store them after the call"
+                    )
         return output
 
     def slot_values(self, inputs: Sequence[Any], results: Sequence[Any]) -> dict[int, Any]:
@@ -501,7 +531,8 @@ class TracedForward(TracedCode):
             return TracedRule(self, method, arguments, specs, needs_input_grad, answerer)
 
         name = f"{self.definition.name}.{method}"
-        return TraceLookup(name, self._rules, (method, arguments), specs, trace, needs_input_grad)
+        state = functools.partial(self.definition.python_state, method)
+        return TraceLookup(name, self._rules, (method, arguments), specs, trace, needs_input_grad, state=state)
 
     @property
     def is_in_own_backward(self) -> bool:
@@ -573,6 +604,10 @@ class TracedForward(TracedCode):
             return set()
         of_backward = [node for node in backward.graph_module.graph.nodes if node.op == "placeholder"]
         return {i for i, node in zip(saved, of_backward, strict=False) if node.users}
+
+    def set_backward_error(self, error: TranslationError) -> None:
+        """Makes differentiation of the call raise this error."""
+        self.backward_error = type(error)(str(error))  # Without the frames of the trace.
 
     def mutated_inputs_of(self, method: str, state: TraceState) -> set[int]:
         """Returns the inputs of `forward` that `backward` or `jvp` got from `ctx` and mutated in this trace."""
@@ -730,7 +765,7 @@ class TraceLookup(NamedTuple, Generic[_T]):
       trace: Traces the code for such arrays.
       needs_input_grad: One flag for each input of `forward`, of a Function.
       warn: Warns once.
-      state: A key of everything else that the trace depends on; `None` if there is none.
+      state: Returns a key of everything else that the trace depends on; `None` if there is none.
     """
 
     name: str
@@ -740,7 +775,7 @@ class TraceLookup(NamedTuple, Generic[_T]):
     trace: Callable[[Sequence[TensorSpec], Answerer], _T]
     needs_input_grad: tuple[bool, ...] = ()
     warn: Callable[[str], None] = warnings.warn
-    state: Hashable | None = ()
+    state: Callable[[], Hashable | None] = tuple
 
     def get(self) -> _T:
         """Returns a trace of code that reads no values of traced tensors. Raises if the code does."""
@@ -797,7 +832,8 @@ class TraceLookup(NamedTuple, Generic[_T]):
         return traced, traced.run_graph(arrays, key, answerer.values) if traced.reads else None
 
     def _cached(self, key: Any) -> list[_T]:
-        return [] if key is None else [x for x in self.cache.values(key) if x.fits(self.needs_input_grad)]
+        cached = [] if key is None else self.cache.values(key)
+        return [x for x in cached if x.fits(self.needs_input_grad) and x.is_current()]
 
     def _key(self) -> Any:
         """Returns the key in the cache; `None` if the arguments have none."""
@@ -805,10 +841,11 @@ class TraceLookup(NamedTuple, Generic[_T]):
             arguments = static_key(self.template)
         except TypeError:
             return None
-        if self.state is None:
+        state = self.state()
+        if state is None:
             return None
         integers = jax_dtype(torch.int64)  # The dtypes of what was read depend on x64.
-        return arguments, self.state, tuple(self.specs), torch_settings_key(), integers
+        return arguments, state, tuple(self.specs), torch_settings(), integers
 
     def _trace(self, key: Any, answerer: Answerer) -> _T:
         """Traces the code, and caches the trace if there is a key.
@@ -824,7 +861,8 @@ class TraceLookup(NamedTuple, Generic[_T]):
                 raise
             with checking_leaks(self.name):
                 traced = self.trace(specs, answerer)
-        if key is not None and not traced.reads_external_values:
+        # Code that has changed Python state (a list among its arguments, a counter) runs again in each call.
+        if key is not None and not traced.reads_external_values and self._key() == key:
             self.cache.put(key, traced)
         return traced
 

@@ -44,6 +44,7 @@ from jaxfn._torch.trace.selection_operations import call_with_selections
 from jaxfn._torch.trace.state import ACTIVE, LEAF, TraceState
 from jaxfn._torch.trace.tensor_hooks import register_hook
 from jaxfn._torch.values.errors import TranslationError
+from jaxfn._torch.values.flatten import tensors_in
 
 _Handler = Callable[["TorchFunctionInterceptor", Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
 _HANDLERS: dict[Any, _Handler] = {}
@@ -383,9 +384,15 @@ def _register_post_accumulate_grad_hook(mode: TorchFunctionInterceptor, func: An
     )
 
 
-@_handles(torch.autograd.grad)
+@_handles(torch.autograd.grad, torch.autograd.backward, torch.Tensor.backward)
 def _grad(mode: TorchFunctionInterceptor, func: Any, args: Any, kwargs: Any) -> Any:
-    """Implements `torch.autograd.grad` inside traced code, also for gradients at nodes of its graph."""
+    """Implements `torch.autograd.grad` inside traced code, also for gradients at nodes of its graph.
+
+    Autograd may have to track arguments of the code, for which the code is traced again.
+    """
+    for tensor in tensors_in((args, kwargs)):
+        if isinstance(tensor, FunctionalTensor) and not tensor.requires_grad:
+            mode.state.may_require_grad(tensor)
 
     def plain(value: Any) -> Any:
         if isinstance(value, torch.autograd.graph.GradientEdge):

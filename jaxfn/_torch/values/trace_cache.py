@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
+import enum
 import functools
+import logging
+import os
+import sys
 import threading
 import types
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Hashable
-from typing import Any, Generic, TypeVar, cast
+from collections.abc import Callable, Generator, Hashable, Iterable
+from typing import Any, Generic, NamedTuple, TypeVar, cast
 
 import torch
+from torch import nn
 
 from jaxfn._torch._compat import global_backward_hooks, global_forward_hooks
 from jaxfn._torch.values.flatten import Slot
@@ -66,12 +72,66 @@ def static_key(value: Any) -> Hashable:
         raise TypeError(f"{type(value).__name__} is not compared by value") from error
 
 
-def torch_settings_key() -> Hashable:
-    """Returns the torch settings that a trace depends on."""
-    devices = ("cpu", "cuda")
-    autocast = [(torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)) for device in devices]
+class TorchSettings(NamedTuple):
+    """What surrounds a call in torch: the settings that code depends on and that a `with` block may change.
+
+    Attributes:
+      values: The value of each of `_SETTINGS`.
+      hooks: The global hooks of modules, which are not restored.
+    """
+
+    values: tuple[Any, ...]
+    hooks: tuple[IdentityKey, ...]
+
+    @contextlib.contextmanager
+    def restored(self) -> Generator[None]:
+        """Inside, torch has these settings."""
+        changed = [(x, mine, now) for x, mine in zip(_SETTINGS, self.values, strict=True) if (now := x.get()) != mine]
+        try:
+            for setting, mine, _ in changed:
+                setting.set(mine)
+            yield
+        finally:
+            for setting, _, before in changed:
+                setting.set(before)
+
+
+class _Setting(NamedTuple):
+    get: Callable[[], Any]
+    set: Callable[[Any], None]
+
+
+def _autocast(device: str) -> _Setting:
+    def set_autocast(value: tuple[bool, torch.dtype]) -> None:
+        torch.set_autocast_enabled(device, value[0])
+        torch.set_autocast_dtype(device, value[1])
+
+    return _Setting(lambda: (torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)), set_autocast)
+
+
+def _cudnn(name: str) -> _Setting:
+    return _Setting(
+        lambda: getattr(torch.backends.cudnn, name), lambda value: setattr(torch.backends.cudnn, name, value)
+    )
+
+
+_SETTINGS = (
+    _Setting(torch.get_default_dtype, torch.set_default_dtype),
+    _autocast("cpu"),
+    _autocast("cuda"),
+    _Setting(torch.is_autocast_cache_enabled, torch.set_autocast_cache_enabled),
+    _Setting(
+        lambda: (torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()),
+        lambda value: torch.use_deterministic_algorithms(value[0], warn_only=value[1]),
+    ),
+    *map(_cudnn, ("enabled", "benchmark", "deterministic")),
+)
+
+
+def torch_settings() -> TorchSettings:
+    """Returns torch's settings here, which traces depend on."""
     hooks = tuple(map(IdentityKey, [*global_forward_hooks(), *global_backward_hooks()]))
-    return torch.get_default_dtype(), hooks, *autocast
+    return TorchSettings(tuple(setting.get() for setting in _SETTINGS), hooks)
 
 
 def _key(value: Any) -> Hashable:
@@ -94,40 +154,122 @@ def _key(value: Any) -> Hashable:
     return key
 
 
-def capture_key(function: Callable[..., Any]) -> Hashable | None:
-    """Returns a key of everything except its arguments that a Python function reads; `None` if there is none.
+def capture_key(*functions: Any) -> Hashable | None:
+    """Returns a key of everything except their arguments that functions and classes read; `None` if there is none.
 
-    The function, and those that it captures or names, read their closures, defaults, attributes and globals.
+    They, and those that they capture or name, read their closures, defaults, attributes, globals and modules.
     """
-    functions: list[types.FunctionType] = []
-
-    def comparable(value: Any) -> Any:
-        if isinstance(value, (tuple, list)):
-            return type(value), *map(comparable, cast(list[Any], value))
-        if isinstance(value, dict):
-            return dict, *((name, comparable(item)) for name, item in cast(dict[Any, Any], value).items())
-        if isinstance(value, functools.partial):
-            return functools.partial, comparable((value.func, value.args, value.keywords))
-        if isinstance(value, torch.Tensor):
-            return _tensor_key(value)
-        if _is_constant(value) or (isinstance(value, type) and issubclass(value, torch.autograd.Function)):
-            return IdentityKey(value)
-        if isinstance(value, (type, types.ModuleType)):
-            raise TypeError(f"the attributes of {value.__name__} may change")
-        if not isinstance(value, types.FunctionType):
-            return value
-        if value not in functions:
-            functions.append(value)
-        return types.FunctionType, functions.index(value)
-
-    def read_by(function: types.FunctionType) -> Hashable:
-        return function.__code__, static_key(comparable(_values_read_by(function)))
-
     try:
-        own = static_key(comparable(function))
-        return own, *[read_by(x) for x in functions]  # The list grows during the iteration.
+        return _CaptureKey(functions).parts
     except (TypeError, ValueError, RecursionError):  # A variable without a value yet, a list that contains itself.
         return None
+
+
+class _CaptureKey:
+    """The key of what functions read. `parts` lists it in the order in which it is found.
+
+    Of a module, only what the functions name counts; of a class or a plain object, all attributes.
+    """
+
+    def __init__(self, values: Iterable[Any]) -> None:
+        self._indices: dict[int, int] = {}
+        self._functions: list[types.FunctionType] = []
+        self._modules: list[types.ModuleType] = []
+        self._seen = set[tuple[int, str]]()
+        names: dict[str, None] = {}
+        parts: list[Hashable] = [self._key(value) for value in values]
+        num_read = 0
+        while num_read < len(self._functions):
+            for function in self._functions[num_read:]:
+                num_read += 1
+                names |= dict.fromkeys(_names_in(function.__code__))
+                parts.append(self._read_by(function))
+            for module in self._modules:  # Both lists grow.
+                for name in names:
+                    if name in vars(module) and (id(module), name) not in self._seen:
+                        self._seen.add((id(module), name))
+                        parts.append((id(module), name, self._key(vars(module)[name])))
+        self.parts = tuple(parts)
+
+    def _read_by(self, function: types.FunctionType) -> Hashable:
+        names, package = _names_in(function.__code__), function.__globals__.get("__package__")
+        cells = [cell.cell_contents for cell in function.__closure__ or ()]
+        values = {name: function.__globals__[name] for name in names if name in function.__globals__}
+        for name in names:  # `import name` inside the function
+            for imported in (name, f"{package}.{name}"):
+                if isinstance(sys.modules.get(imported), types.ModuleType):
+                    values.setdefault(imported, sys.modules[imported])
+        bound = cells, function.__defaults__, function.__kwdefaults__, vars(function)
+        environment = tuple(os.environ.items()) if {"environ", "getenv"} & {*names} else ()
+        return function.__code__, id(function.__globals__), self._key(bound), self._key(values), environment
+
+    def _key(self, value: Any) -> Hashable:
+        kind = type(value)
+        if kind in (tuple, list):
+            return kind, *map(self._key, value)
+        if kind is dict:
+            return dict, *((_key(name), self._key(item)) for name, item in value.items())
+        if isinstance(value, torch.Tensor):
+            return _tensor_key(value)
+        if _is_constant(value) or isinstance(value, (torch.jit.ScriptFunction, logging.Logger, *_DESCRIPTORS)):
+            return IdentityKey(value)
+        if isinstance(value, functools.partial):
+            return functools.partial, self._key((value.func, value.args, value.keywords))
+        if isinstance(value, types.MethodType):
+            return types.MethodType, self._key((value.__func__, value.__self__))
+        if isinstance(value, (staticmethod, classmethod, property)):
+            is_property = isinstance(value, property)
+            return kind, self._key((value.fget, value.fset) if is_property else cast(Any, value).__func__)
+        is_plain = isinstance(value, (types.FunctionType, types.ModuleType, type)) or _is_plain_object(value)
+        if isinstance(value, (*_BY_VALUE, enum.Enum)) or not is_plain:
+            return _key(value)
+        if id(value) in self._indices:
+            return kind, self._indices[id(value)]
+        self._indices[id(value)] = len(self._indices)
+        if isinstance(value, types.FunctionType):
+            self._functions.append(value)
+            return kind
+        if isinstance(value, types.ModuleType):
+            self._modules.append(value)
+            return IdentityKey(value)
+        if isinstance(value, type):
+            classes = [x for x in value.__mro__ if not _is_constant(x)]
+            items = [(name, x) for part in classes for name, x in vars(part).items()]
+            return IdentityKey(value), *((name, self._key(x)) for name, x in items if name not in _IGNORED)
+        return IdentityKey(value), self._key(kind), self._key(vars(value))
+
+
+_CLASS_ATTRIBUTES = """
+    __abstractmethods__ __annotations__ __dict__ __doc__ __firstlineno__ __module__ __orig_bases__ __parameters__
+    __qualname__ __slots__ __static_attributes__ __weakref__ _abc_impl _backward_cls
+"""
+_IGNORED = frozenset(_CLASS_ATTRIBUTES.split())
+_DESCRIPTORS = (
+    types.MethodDescriptorType,
+    types.MemberDescriptorType,
+    types.GetSetDescriptorType,
+    types.WrapperDescriptorType,
+)
+
+
+@functools.lru_cache(maxsize=4096)
+def _names_in(code: types.CodeType) -> tuple[str, ...]:
+    """Returns the names and strings in code."""
+    names, pending = set[str](), [code]
+    while pending:
+        code = pending.pop()
+        names.update(code.co_names)
+        names.update(x for x in code.co_consts if isinstance(x, str))
+        pending += [x for x in code.co_consts if isinstance(x, types.CodeType)]
+    if names & {"eval", "exec", "globals", "__dict__", "import_module"}:
+        raise TypeError(f"{code.co_name} looks names up that it computes")
+    return tuple(sorted(names))
+
+
+def _is_plain_object(value: object) -> bool:
+    """Whether a value is an object with attributes, such as a configuration."""
+    kind = type(value)
+    return kind.__module__ != "builtins" and hasattr(value, "__dict__") and not isinstance(value, nn.Module)
 
 
 def _tensor_key(tensor: torch.Tensor) -> Hashable:
@@ -138,19 +280,6 @@ def _tensor_key(tensor: torch.Tensor) -> Hashable:
     return IdentityKey(tensor), tuple(tensor.shape), tensor.stride(), tensor.dtype, tensor.requires_grad
 
 
-def _values_read_by(function: types.FunctionType) -> tuple[Any, ...]:
-    """Returns what a function reads: its closure, defaults, attributes, and the globals that its code names."""
-    names, pending = set[str](), [function.__code__]
-    while pending:
-        code = pending.pop()
-        names.update(code.co_names)
-        pending += [constant for constant in code.co_consts if isinstance(constant, types.CodeType)]
-    cells = [cell.cell_contents for cell in function.__closure__ or ()]
-    global_values = {name: function.__globals__[name] for name in sorted(names) if name in function.__globals__}
-    defaults = function.__defaults__, function.__kwdefaults__
-    return id(function.__globals__), cells, defaults, dict(vars(function)), global_values
-
-
 def _is_constant(value: Any) -> bool:
     """Whether a value is a module, function or class of a package that does not change."""
     if not isinstance(value, (types.ModuleType, types.FunctionType, type)):
@@ -159,7 +288,9 @@ def _is_constant(value: Any) -> bool:
     return str(module).partition(".")[0] in _CONSTANT_PACKAGES
 
 
-_CONSTANT_PACKAGES = frozenset({"torch", "numpy", "builtins", "math", "operator", "functools", "itertools", "typing"})
+_CONSTANT_PACKAGES = frozenset(
+    {*sys.stdlib_module_names, "torch", "numpy", "jax", "jaxfn", "einops", "typing_extensions"} - {"__main__"}
+)
 
 
 class LRUCache(Generic[_T]):
