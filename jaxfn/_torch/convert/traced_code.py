@@ -38,7 +38,7 @@ from jaxfn._torch.graph.source_lines import format_line
 from jaxfn._torch.graph.targets import draws_random_numbers
 from jaxfn._torch.trace.leaks import checking_leaks, may_overlap
 from jaxfn._torch.trace.scope import outside_trace, trace_scope
-from jaxfn._torch.trace.state import ACTIVE, TraceState
+from jaxfn._torch.trace.state import ACTIVE, OwnTensor, TraceState, own_tensor
 from jaxfn._torch.values.arrays import jax_dtype, torch_dtype
 from jaxfn._torch.values.errors import DataDependentError, EscapedNumberError, SelectionError, TranslationError
 from jaxfn._torch.values.flatten import Slot, flatten_tensors, is_size, slots, unflatten_tensors
@@ -58,16 +58,22 @@ _MAX_RULES = 32
 
 
 class TensorSpec(NamedTuple):
-    """The type of a traced tensor, and where its strides may come from if they may not be contiguous."""
+    """The type of a traced tensor.
+
+    Attributes:
+      strides_source: Where its strides may come from, if they may not be contiguous.
+      own: The parameter or buffer of a module that it represents, if any.
+    """
 
     shape: tuple[int, ...]
     dtype: torch.dtype
     strides_source: str | None = None
+    own: OwnTensor | None = None
 
 
 def tensor_spec(tensor: torch.Tensor, strides_source: str | None = None) -> TensorSpec:
     """Returns the spec of a tensor."""
-    return TensorSpec(tuple(tensor.shape), tensor.dtype, strides_source)
+    return TensorSpec(tuple(tensor.shape), tensor.dtype, strides_source, own_tensor(tensor))
 
 
 class TracedCode:
@@ -82,6 +88,7 @@ class TracedCode:
     Attributes:
       uses_double: Whether it computes in float64 or complex128.
       reads_external_values: Whether the code read values of external tensors, which may change.
+      reads_identity: Whether the code read the `id` or the hash of a tensor.
       differentiates_externals: Whether the code computed gradients of external tensors.
       functions: The Functions that the code applies, each as it was traced there.
       reads: What the code read of the values of traced tensors. The trace is valid for arrays that give equal values.
@@ -105,6 +112,7 @@ class TracedCode:
         self.draws = any(draws_random_numbers(node.target) for node in nodes)
         self.uses_double = any(_is_double(node.meta.get("val")) for node in nodes)
         self.reads_external_values = state.recorder.reads_external_values
+        self.reads_identity = state.reads_identity
         self.differentiates_externals = state.recorder.differentiates_externals
         self.functions: list[TracedForward] = list(state.functions)
         self.reads = state.recorder.reads
@@ -390,6 +398,7 @@ class TracedForward(TracedCode):
         with trace_scope(state):
             inputs = self._new_inputs(state, needs_input_grad)
             output = self._run_code(ctx, inputs)
+            state.check_attributes()
             self.mutated = sorted(state.mutated_inputs())
             dirty = [i for i, x in enumerate(inputs) if _is_among(x, ctx.dirty_tensors)]
             self.implicit_outputs = [i for i in self.mutated if definition.config.is_nested and i not in dirty]
@@ -631,7 +640,8 @@ class TracedForward(TracedCode):
             requires_grad = any(needs_input_grad) if slot in self._outputs else None
             if slot in self._input_of:
                 requires_grad = needs_input_grad[self._input_indices[self._input_of[slot]]]
-            tensors[slot] = state.add_input(*self.specs[slot], requires_grad=requires_grad)
+            own = self.input_specs[self._input_of[slot]].own if slot in self._input_of else None
+            tensors[slot] = state.add_input(*self.specs[slot]._replace(own=own), requires_grad=requires_grad)
         saved = unflatten_tensors(self._saved[method], tensors)
         ctx = TorchContext(needs_input_grad, saved, on_read=state.note_flags_read)
         attributes = unflatten_tensors(self._attributes, tensors)
@@ -720,6 +730,7 @@ class TracedRule(TracedCode):
                 returned = function(ctx, list(arguments))
             else:
                 returned = function(ctx, *arguments)
+        state.check_attributes()
         returned = returned if isinstance(returned, tuple) else (returned,)
         flat = flatten_tensors((*returned, *[None] * num_added) if method == "jvp" else returned)
         self.returned: Any = flat.template
@@ -862,7 +873,8 @@ class TraceLookup(NamedTuple, Generic[_T]):
             with checking_leaks(self.name):
                 traced = self.trace(specs, answerer)
         # Code that has changed Python state (a list among its arguments, a counter) runs again in each call.
-        if key is not None and not traced.reads_external_values and self._key() == key:
+        is_repeatable = not (traced.reads_external_values or traced.reads_identity) and self._key() == key
+        if key is not None and is_repeatable:
             self.cache.put(key, traced)
         return traced
 

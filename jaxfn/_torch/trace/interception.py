@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import math
+import types as types_
 from collections.abc import Callable
 from typing import Any
 
@@ -31,8 +32,8 @@ from jaxfn._torch._compat import (
     without_functions,
 )
 from jaxfn._torch.graph.numbers import TracedNumber, prepare_numbers
-from jaxfn._torch.graph.source_lines import is_user_code, running_frames, running_line, source_line
-from jaxfn._torch.trace import torch_functions
+from jaxfn._torch.graph.source_lines import is_library_code, is_user_code, running_frames, running_line, source_line
+from jaxfn._torch.trace import tensor_types, torch_functions
 from jaxfn._torch.trace.autograd_nodes import unwrap_node
 from jaxfn._torch.trace.detach import mark_detached, set_data
 from jaxfn._torch.trace.indexing import get_item, set_item
@@ -77,6 +78,9 @@ class TorchFunctionInterceptor(TorchFunctionMode):
             )
         if isinstance(func, OPERATION_TYPES):
             return _call_operation(self.state, func, args, kwargs)
+        if isinstance(func, types_.FunctionType) and not is_library_code(func.__code__.co_filename):
+            with self:
+                return tensor_types.call_overridable(func, args, kwargs)
         handler = _HANDLERS.get(func)
         return func(*args, **kwargs) if handler is None else handler(self, func, args, kwargs)
 
@@ -212,6 +216,12 @@ def _tensor_split(mode: TorchFunctionInterceptor, func: Any, args: Any, kwargs: 
 
     kwargs = {name: value if name == "input" else to_numbers(value) for name, value in kwargs.items()}
     return func(*args[:1], *map(to_numbers, args[1:]), **kwargs)
+
+
+@_handles(torch.Tensor.__eq__, torch.Tensor.eq)
+def _equal(mode: TorchFunctionInterceptor, func: Any, args: Any, kwargs: Any) -> Any:
+    """Compares elements; a module's parameter, and what represents it, are one tensor, as for a dict with it as key."""
+    return True if len(args) == 2 and tensor_types.is_same(*args) else func(*args, **kwargs)
 
 
 def _to_tensor(value: Any, dtype: torch.dtype | None) -> Any:
