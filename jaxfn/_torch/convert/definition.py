@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Callable, Hashable, Iterator
 from typing import Any
@@ -10,7 +11,7 @@ import torch
 
 from jaxfn._torch.convert.lifting import ORIGINAL
 from jaxfn._torch.trace.state import TraceConfig
-from jaxfn._torch.values.trace_cache import capture_key
+from jaxfn._torch.values.trace_cache import capture_key, reads_data
 
 _BASE: Any = torch.autograd.Function
 
@@ -78,6 +79,11 @@ class Definition(TorchCode):
         """
         names = ("backward", "vjp") if method == "backward" else ("forward", "setup_context", "jvp", "vmap")
         return capture_key(*(getattr(self.original, name) for name in names))
+
+    @functools.cached_property
+    def backward_reads_data(self) -> bool:
+        """Whether `backward` may read Python values besides its arguments."""
+        return reads_data(self.original.backward, self.original.vjp)
 
     def _backward(self) -> Callable[..., Any] | None:
         backward, vjp = self.function.backward, self.function.vjp

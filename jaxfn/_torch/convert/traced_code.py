@@ -128,6 +128,7 @@ class TracedCode:
         self._constants = translation.constants
         # Outside `jax.jit` the graph is one compiled executable. Inside, its operations are inlined into the caller.
         self._run = jax.jit(translation.run, inline=True)
+        self._run_by_operations = translation.run
         self._indices = translation.indices
         self._run_with_checks = functools.partial(_run_with_checks, translation, len(results))
         self._run_compiled_with_checks = jax.jit(self._run_with_checks)
@@ -143,6 +144,11 @@ class TracedCode:
         inside = [entry for function in self.functions for entry in function.unsupported]
         return list(dict.fromkeys([*self._unsupported, *inside]))
 
+    @functools.cached_property
+    def _is_read_by_backward(self) -> bool:
+        """Whether a Function inside may read Python values in its `backward`, which a compiled graph would freeze."""
+        return any(x.definition.backward_reads_data or x._is_read_by_backward for x in self.functions)
+
     @property
     def serves_all(self) -> bool:
         """Whether the trace is valid for all values of the arrays."""
@@ -154,7 +160,7 @@ class TracedCode:
 
     def is_current(self) -> bool:
         """Whether the Functions that the code applies would read the Python state that they read in this trace."""
-        states: dict[Definition, Hashable] = {}
+        states: dict[Definition, tuple[Hashable, Hashable]] = {}
         return all(x.is_valid_in(states) for x in self.functions)
 
     def run_graph(self, arrays: Sequence[Any], key: Any, known: Mapping[torch.fx.Node, Any] | None = None) -> Any:
@@ -167,6 +173,9 @@ class TracedCode:
         self._check_runnable(key)
         with self._naming_errors():
             if known is None and (not self._indices or staging_traces()):
+                is_differentiated = any(isinstance(x, Tracer) for x in arrays)
+                if is_differentiated and not staging_traces() and self._is_read_by_backward:
+                    return self._run_by_operations(arrays, key, self._constants())[: self._num_results]
                 return self._run(arrays, key, self._constants())[: self._num_results]
             run = self._run_compiled_with_checks if known is None else self._run_with_checks
             results, _, extremes = run(arrays, key, self._constants(), known)
@@ -387,6 +396,7 @@ class TracedForward(TracedCode):
         self.needs_input_grad = needs_input_grad
         self.arguments = arguments
         self.python_state = definition.python_state("forward")
+        self._backward_state = definition.python_state("backward")
         self.settings = torch_settings()
         # For each tensor, the index of the input of `forward` that contains it.
         args, kwargs = arguments
@@ -470,11 +480,12 @@ class TracedForward(TracedCode):
                 "it would have to run again in backward. Draw the numbers outside, and pass them as an argument"
             )
 
-    def is_valid_in(self, states: dict[Definition, Hashable]) -> bool:
+    def is_valid_in(self, states: dict[Definition, tuple[Hashable, Hashable]]) -> bool:
         """Whether the Function, and those inside, would read the state that they read; `states` has what was found."""
         if self.definition not in states:
-            states[self.definition] = self.definition.python_state("forward")
-        return states[self.definition] == self.python_state and all(x.is_valid_in(states) for x in self.functions)
+            states[self.definition] = tuple(map(self.definition.python_state, ("forward", "backward")))
+        is_same = states[self.definition] == (self.python_state, self._backward_state)
+        return is_same and all(x.is_valid_in(states) for x in self.functions)
 
     def _new_inputs(self, state: TraceState, needs_input_grad: Sequence[bool]) -> list[torch.Tensor]:
         return [

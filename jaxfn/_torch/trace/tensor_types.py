@@ -120,12 +120,16 @@ _HAS_TORCH_FUNCTION = (
 )
 
 
+def _overrides_nothing(*args: Any) -> bool:
+    return False
+
+
 def call_overridable(function: types.FunctionType, args: Any, kwargs: Mapping[str, Any]) -> Any:
     """Calls the user's function, which has called `handle_torch_function`, as one whose arguments override nothing."""
     scope = function.__globals__
     replaced = {name: value for name, value in scope.items() if any(value is x for x in _HAS_TORCH_FUNCTION)}
     try:
-        scope.update(dict.fromkeys(replaced, lambda *args: False))
+        scope.update(dict.fromkeys(replaced, _overrides_nothing))
         return function(*args, **kwargs)
     finally:
         scope.update(replaced)

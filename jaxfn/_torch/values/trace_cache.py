@@ -102,17 +102,27 @@ class _Setting(NamedTuple):
 
 
 def _autocast(device: str) -> _Setting:
+    def get_autocast() -> tuple[bool, torch.dtype]:
+        return torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)
+
     def set_autocast(value: tuple[bool, torch.dtype]) -> None:
         torch.set_autocast_enabled(device, value[0])
         torch.set_autocast_dtype(device, value[1])
 
-    return _Setting(lambda: (torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)), set_autocast)
+    return _Setting(get_autocast, set_autocast)
+
+
+def _get_determinism() -> tuple[bool, bool]:
+    return torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+
+
+def _set_determinism(value: tuple[bool, bool]) -> None:
+    torch.use_deterministic_algorithms(value[0], warn_only=value[1])
 
 
 def _cudnn(name: str) -> _Setting:
-    return _Setting(
-        lambda: getattr(torch.backends.cudnn, name), lambda value: setattr(torch.backends.cudnn, name, value)
-    )
+    flags = torch.backends.cudnn
+    return _Setting(functools.partial(getattr, flags, name), functools.partial(setattr, flags, name))
 
 
 _SETTINGS = (
@@ -120,10 +130,7 @@ _SETTINGS = (
     _autocast("cpu"),
     _autocast("cuda"),
     _Setting(torch.is_autocast_cache_enabled, torch.set_autocast_cache_enabled),
-    _Setting(
-        lambda: (torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()),
-        lambda value: torch.use_deterministic_algorithms(value[0], warn_only=value[1]),
-    ),
+    _Setting(_get_determinism, _set_determinism),
     *map(_cudnn, ("enabled", "benchmark", "deterministic")),
 )
 
@@ -154,6 +161,14 @@ def _key(value: Any) -> Hashable:
     return key
 
 
+def reads_data(*functions: Any) -> bool:
+    """Whether functions and classes may read Python values (and not only code) besides their arguments."""
+    try:
+        return _CaptureKey(functions).has_data
+    except (TypeError, ValueError, RecursionError):
+        return True
+
+
 def capture_key(*functions: Any) -> Hashable | None:
     """Returns a key of everything except their arguments that functions and classes read; `None` if there is none.
 
@@ -166,12 +181,17 @@ def capture_key(*functions: Any) -> Hashable | None:
 
 
 class _CaptureKey:
-    """The key of what functions read. `parts` lists it in the order in which it is found.
+    """The key of what functions read.
+
+    Attributes:
+      parts: The key: what is read, in the order in which it is found.
+      has_data: Whether that includes values which are neither code nor default arguments.
 
     Of a module, only what the functions name counts; of a class or a plain object, all attributes.
     """
 
     def __init__(self, values: Iterable[Any]) -> None:
+        self.has_data = False
         self._indices: dict[int, int] = {}
         self._functions: list[types.FunctionType] = []
         self._modules: list[types.ModuleType] = []
@@ -199,9 +219,11 @@ class _CaptureKey:
             for imported in (name, f"{package}.{name}"):
                 if isinstance(sys.modules.get(imported), types.ModuleType):
                     values.setdefault(imported, sys.modules[imported])
-        bound = cells, function.__defaults__, function.__kwdefaults__, vars(function)
-        environment = tuple(os.environ.items()) if {"environ", "getenv"} & {*names} else ()
-        return function.__code__, id(function.__globals__), self._key(bound), self._key(values), environment
+        has_data = self.has_data
+        bound = self._key((function.__defaults__, function.__kwdefaults__, vars(function)))
+        self.has_data = has_data
+        environment = dict(os.environ) if {"environ", "getenv"} & {*names} else None
+        return function.__code__, id(function.__globals__), bound, *map(self._key, (cells, values, environment))
 
     def _key(self, value: Any) -> Hashable:
         kind = type(value)
@@ -221,7 +243,10 @@ class _CaptureKey:
             is_property = isinstance(value, property)
             return kind, self._key((value.fget, value.fset) if is_property else cast(Any, value).__func__)
         is_plain = isinstance(value, (types.FunctionType, types.ModuleType, type)) or _is_plain_object(value)
+        if isinstance(value, types.BuiltinMethodType) and not isinstance(value.__self__, (types.ModuleType, type)):
+            return kind, value.__name__, self._key(value.__self__)
         if isinstance(value, (*_BY_VALUE, enum.Enum)) or not is_plain:
+            self.has_data |= value is not None
             return _key(value)
         if id(value) in self._indices:
             return kind, self._indices[id(value)]
