@@ -55,7 +55,7 @@ class _MetaType(type):
         found = _REAL_TYPE(*args, **kwargs)
         if found is FunctionalTensor and len(args) == 1 and _is_for_user():
             return _apparent_type(args[0])
-        return _Type if found is _REAL_TYPE else found
+        return _Type if found in (_REAL_TYPE, _MetaType) else found
 
     def __instancecheck__(cls, instance: object) -> bool:
         return isinstance(instance, _REAL_TYPE) if cls is _Type else _REAL_TYPE.__instancecheck__(cls, instance)
