@@ -298,7 +298,8 @@ def _is_constant(value: Any) -> bool:
 
 
 _CONSTANT_PACKAGES = frozenset(
-    {*sys.stdlib_module_names, "torch", "numpy", "jax", "jaxfn", "einops", "typing_extensions"} - {"__main__"}
+    {*sys.stdlib_module_names, "torch", "numpy", "jax", "jaxfn", "einops", "typing_extensions", "_pytest"}
+    - {"__main__"}
 )
 
 
