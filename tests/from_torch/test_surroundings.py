@@ -398,7 +398,9 @@ class Weighted(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, w):
         ctx.save_for_backward(w)
-        return x * w * getattr(w, "scale", 1.0) * (2 if isinstance(w, nn.Parameter) else 3) * RATES_BY_ID.get(id(w), 1.0)
+        return (
+            x * w * getattr(w, "scale", 1.0) * (2 if isinstance(w, nn.Parameter) else 3) * RATES_BY_ID.get(id(w), 1.0)
+        )
 
     @staticmethod
     def backward(ctx, grad):

@@ -552,7 +552,8 @@ class TracedForward(TracedCode):
 
         name = f"{self.definition.name}.{method}"
         state = functools.partial(self.definition.python_state, method)
-        return TraceLookup(name, self._rules, (method, arguments), specs, trace, needs_input_grad, state=state)
+        template = method, arguments, self._attributes  # Those may be objects that have changed since the call.
+        return TraceLookup(name, self._rules, template, specs, trace, needs_input_grad, state=state)
 
     @property
     def is_in_own_backward(self) -> bool:
