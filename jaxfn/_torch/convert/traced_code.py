@@ -88,7 +88,7 @@ class TracedCode:
     Attributes:
       uses_double: Whether it computes in float64 or complex128.
       reads_external_values: Whether the code read values of external tensors, which may change.
-      reads_identity: Whether the code read the `id` or the hash of a tensor.
+      reads_identity: Whether the code, of a nested Function, read the `id` or the hash of a module's tensor.
       differentiates_externals: Whether the code computed gradients of external tensors.
       functions: The Functions that the code applies, each as it was traced there.
       reads: What the code read of the values of traced tensors. The trace is valid for arrays that give equal values.
@@ -112,7 +112,7 @@ class TracedCode:
         self.draws = any(draws_random_numbers(node.target) for node in nodes)
         self.uses_double = any(_is_double(node.meta.get("val")) for node in nodes)
         self.reads_external_values = state.recorder.reads_external_values
-        self.reads_identity = state.reads_identity
+        self.reads_identity = state.reads_identity and code.config.is_nested
         self.differentiates_externals = state.recorder.differentiates_externals
         self.functions: list[TracedForward] = list(state.functions)
         self.reads = state.recorder.reads
@@ -383,6 +383,7 @@ class TracedForward(TracedCode):
     """
 
     pinned: Any = None
+    _full_backward: TracedRule | None = None
 
     def __init__(
         self,
@@ -565,11 +566,14 @@ class TracedForward(TracedCode):
 
     def full_backward(self) -> TracedRule | None:
         """Traces `backward` for gradients of all outputs; returns `None` if there is no `backward`."""
+        if self._full_backward is not None:
+            return self._full_backward
         lookup = self.full_backward_lookup()
         before = ACTIVE.traced_backwards
         ACTIVE.traced_backwards = (*before, self.definition.original)
         try:
-            return lookup and lookup.get()
+            self._full_backward = lookup and lookup.get()
+            return self._full_backward
         finally:
             ACTIVE.traced_backwards = before
 

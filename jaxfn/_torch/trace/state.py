@@ -25,7 +25,7 @@ from jaxfn._torch.trace.detach import DETACHED, stop_detached
 from jaxfn._torch.trace.leaks import track
 from jaxfn._torch.trace.selection import Selection, raise_unsupported
 from jaxfn._torch.values.errors import TranslationError
-from jaxfn._torch.values.trace_cache import IdentityKey
+from jaxfn._torch.values.trace_cache import IdentityKey, capture_key
 
 LEAF = "jaxfn_leaf"  # The attribute of an argument with the leaf tensor of which it is a copy.
 
@@ -68,7 +68,8 @@ class OwnTensor:
         self.type: type[torch.Tensor] = type(tensor)
         self.is_parameter = isinstance(tensor, torch.nn.Parameter)
         self._attributes = dict(vars(tensor))
-        self._key = self.type, self.is_parameter, IdentityKey(tensor) if self._attributes else None
+        attributes = (IdentityKey(tensor), capture_key(self._attributes) or object()) if self._attributes else None
+        self._key = self.type, self.is_parameter, attributes
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, OwnTensor) and self._key == other._key

@@ -297,10 +297,8 @@ def _is_constant(value: Any) -> bool:
     return str(module).partition(".")[0] in _CONSTANT_PACKAGES
 
 
-_CONSTANT_PACKAGES = frozenset(
-    {*sys.stdlib_module_names, "torch", "numpy", "jax", "jaxfn", "einops", "typing_extensions", "_pytest"}
-    - {"__main__"}
-)
+_OTHER_PACKAGES = frozenset({"torch", "numpy", "jax", "jaxfn", "einops", "typing_extensions", "_pytest"})
+_CONSTANT_PACKAGES = (sys.stdlib_module_names | _OTHER_PACKAGES) - {"__main__"}
 
 
 class LRUCache(Generic[_T]):
