@@ -224,6 +224,7 @@ class ConvertedModule:
             for hook in reversed(gradient_hooks(own)):  # torch calls the one registered last first.
                 tensors[name] = apply_hook(state, tensors[name], hook)
         for name, own in own_tensors.items():
+            _check_subclass(self._callable.code.name, name, type(own))
             OwnTensor(own).represent_by(tensors[name])
         with plain_torch():
             strided = [name for name, own in own_tensors.items() if has_nonstandard_strides(own)]
@@ -444,6 +445,24 @@ def _is_trainable(tensor: torch.Tensor) -> bool:
 def _is_materialized_later(tensor: torch.Tensor, array: Any) -> bool:
     """Whether a buffer is empty until the code has seen its first argument, like the state of a spiking neuron."""
     return not isinstance(tensor, torch.nn.Parameter) and 0 in (tensor.numel(), array.size)
+
+
+def _check_subclass(code: str, name: str, kind: type[torch.Tensor]) -> None:
+    """Raises for a tensor of a class that redefines methods of `torch.Tensor`, which traced tensors do not have."""
+    parts = [x for x in kind.__mro__ if x.__module__.partition(".")[0] not in ("torch", "builtins")]
+    redefined = {name for part in parts for name in vars(part) if hasattr(torch.Tensor, name)} - _HARMLESS
+    if redefined:
+        raise TranslationError(
+            f"{code}: {name} is a {kind.__name__}, which redefines {min(redefined)} of torch.Tensor. A traced tensor "
+            "has torch's. Store a plain torch.nn.Parameter, and call a function for what the class does"
+        )
+
+
+# What a subclass of `torch.Tensor` may redefine without an effect on what code computes.
+_HARMLESS = frozenset(
+    """__annotations__ __deepcopy__ __dict__ __doc__ __format__ __getstate__ __init__ __init_subclass__ __module__
+    __new__ __qualname__ __reduce_ex__ __repr__ __setstate__ __slots__ __str__ __weakref__ cpu cuda to""".split()  # noqa: SIM905
+)
 
 
 def _check_hooks(module: torch.nn.Module) -> None:

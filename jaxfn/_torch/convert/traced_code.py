@@ -484,7 +484,8 @@ class TracedForward(TracedCode):
     def is_valid_in(self, states: dict[Definition, tuple[Hashable, Hashable]]) -> bool:
         """Whether the Function, and those inside, would read the state that they read; `states` has what was found."""
         if self.definition not in states:
-            states[self.definition] = tuple(map(self.definition.python_state, ("forward", "backward")))
+            state = self.definition.python_state
+            states[self.definition] = state("forward"), state("backward")
         is_same = states[self.definition] == (self.python_state, self._backward_state)
         return is_same and all(x.is_valid_in(states) for x in self.functions)
 

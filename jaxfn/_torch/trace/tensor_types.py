@@ -16,14 +16,16 @@ import torch
 
 from jaxfn._torch._compat import FunctionalTensor
 from jaxfn._torch.graph.source_lines import is_library_code
+from jaxfn._torch.trace.selection import Selection
 from jaxfn._torch.trace.state import ACTIVE, TraceState, own_tensor
 
 _REAL_TYPE = type
+_NAMESPACE: Any = vars(type)["__dict__"]
 
 
-def _is_for_user() -> bool:
-    """Whether the code that called the caller of this function is not torch, JAX or jaxfn."""
-    return ACTIVE.state is not None and not is_library_code(sys._getframe(2).f_code.co_filename)  # pyright: ignore
+def _is_for_user(depth: int = 2) -> bool:
+    """Whether the code of a frame, that which called the caller of this function, is not torch, JAX or jaxfn."""
+    return ACTIVE.state is not None and not is_library_code(sys._getframe(depth).f_code.co_filename)  # pyright: ignore
 
 
 def _apparent_type(tensor: object) -> type:
@@ -53,9 +55,13 @@ class _MetaType(type):
         if cls is not _Type:
             return _REAL_TYPE.__call__(cls, *args, **kwargs)
         found = _REAL_TYPE(*args, **kwargs)
-        if found is FunctionalTensor and len(args) == 1 and _is_for_user():
+        if found in (FunctionalTensor, Selection) and len(args) == 1 and _is_for_user():
             return _apparent_type(args[0])
         return _Type if found in (_REAL_TYPE, _MetaType) else found
+
+    @property
+    def __dict__(cls) -> Any:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return _NAMESPACE.__get__(_REAL_TYPE if cls is _Type else cls)
 
     def __instancecheck__(cls, instance: object) -> bool:
         return isinstance(instance, _REAL_TYPE) if cls is _Type else _REAL_TYPE.__instancecheck__(cls, instance)
@@ -75,6 +81,9 @@ class _Type(type, metaclass=_MetaType):
         return types.GenericAlias(_REAL_TYPE, item)
 
 
+_Type.__name__, _Type.__qualname__, _Type.__module__ = "type", "type", "builtins"
+
+
 def patch_type(_: Any) -> Any:
     """Returns the patch of `type`."""
     return _Type
@@ -91,19 +100,28 @@ def patch_id(original: Callable[[object], int]) -> Any:
 
 
 def patch_getattribute(original: Callable[[Any, str], Any]) -> Any:
-    """Returns the patch of attribute access of traced tensors, for `x.__class__`."""
+    """Returns the patch of attribute access of traced tensors, for `x.__class__` and attributes of a subclass."""
 
     def patch(tensor: Any, name: str) -> Any:
-        if name == "__class__" and _is_for_user():
-            return _apparent_type(tensor)
-        return original(tensor, name)
+        if name == "__class__":
+            own = own_tensor(tensor)  # Classes of parameters ask for that of a subclass.
+            if _is_for_user() or (own is not None and own.type not in (torch.Tensor, torch.nn.Parameter)):
+                return _apparent_type(tensor)
+        try:
+            return original(tensor, name)
+        except AttributeError:
+            own = None if name == "__dict__" else own_tensor(tensor)
+            if own is None or not hasattr(own.type, name):
+                raise
+            attribute = next(vars(x)[name] for x in own.type.__mro__ if name in vars(x))
+            return attribute.__get__(tensor, own.type) if hasattr(attribute, "__get__") else attribute
 
     return patch
 
 
 def hash_tensor(state: TraceState, original: Callable[[Any], int], tensor: torch.Tensor) -> int:
     """Implements `hash(tensor)`."""
-    return original(_identified(tensor))
+    return original(_identified(tensor) if _is_for_user(3) else tensor)
 
 
 def has_torch_function(state: TraceState, original: Callable[..., bool], *args: Any) -> bool:
