@@ -223,6 +223,44 @@ def test_python_state_may_change_between_forward_and_backward(name: str):
 
 
 @row("H23")
+def test_an_object_on_ctx_may_change_before_backward():
+    class Configured(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x, config):
+            ctx.config = config
+            return x * config.factor
+
+        @staticmethod
+        def backward(ctx, grad):
+            return grad * ctx.config.factor, None
+
+    config = types.SimpleNamespace()
+    for scale in (3.0, 4.0, 3.0, 5.0):
+        config.factor = 2.0
+        y, pullback = jax.vjp(lambda x: jaxfn.from_torch(Configured).apply(x, config), 1.0)
+        config.factor = scale
+        assert (y, pullback(1.0)[0]) == (2, scale)
+
+
+@row("H23")
+def test_forward_mode_belongs_to_the_call():
+    class Pushes(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x * 1
+
+        @staticmethod
+        def jvp(ctx, tangent):
+            return tangent * (2 if torch.is_autocast_enabled("cpu") else 3)
+
+    def run(x):
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            return Pushes.apply(x)
+
+    assert jax.jvp(jaxfn.from_torch(run), (1.0,), (1.0,))[1] == 2
+
+
+@row("H23")
 def test_a_trace_after_the_call_raises_if_the_state_has_changed():
     """The flags of the inputs are known when the translation runs."""
 
@@ -456,6 +494,31 @@ def test_a_parameter_is_known_as_in_torch(name: str, transform: Any, monkeypatch
         found = transform(jax.grad(lambda p: net.apply(p, net.buffers, x)[0].sum()))(net.parameters)
         for key, gradient in zip(("weight", "other"), gradients, strict=True):
             np.testing.assert_allclose(found[key], 0 if gradient is None else numbers(gradient), rtol=1e-5)
+
+
+class Doubling(nn.Parameter):
+    def twice(self):
+        return self * 2
+
+
+class Adding(nn.Parameter):
+    def __mul__(self, other):
+        return torch.add(self, other)
+
+
+@row("I8")
+def test_a_subclass_of_parameter_has_its_methods():
+    module = Net(lambda net, x: x * net.own.twice() * (2 if isinstance(net.own, Doubling) else 3))
+    module.own = Doubling(torch.tensor(X))
+    np.testing.assert_allclose(jaxfn.from_torch(module)(X), numbers(module(torch.tensor(X))), rtol=1e-6)
+
+
+@row("I8")
+def test_a_subclass_that_redefines_methods_of_tensors_raises():
+    module = Net(lambda net, x: net.own * x)
+    module.own = Adding(torch.tensor(X))
+    with pytest.raises(jaxfn.TranslationError, match="own is a Adding, which redefines __mul__ of torch.Tensor"):
+        jaxfn.from_torch(module)(X)
 
 
 def sets_an_attribute(net, x):

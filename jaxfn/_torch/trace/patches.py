@@ -238,7 +238,10 @@ def _enter_saved_tensors_hooks(state: TraceState, original: Callable[[Any], Any]
 
 def _is_called_by_user() -> bool:
     """Whether the user's code (or code without a file) called the patched name whose handler calls this function."""
-    filename = sys._getframe(3).f_code.co_filename  # pyright: ignore[reportPrivateUsage]
+    frame: Any = sys._getframe(3)  # pyright: ignore[reportPrivateUsage]
+    if frame.f_code.co_filename == tensor_types.__file__:  # Its patch of attribute access called the patched property.
+        frame = frame.f_back
+    filename: str = frame.f_code.co_filename
     return filename.startswith("<") or is_user_code(filename)
 
 

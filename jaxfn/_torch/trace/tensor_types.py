@@ -1,4 +1,4 @@
-"""What Python sees of a traced tensor besides its values: its type, its identity, its attributes.
+"""Type, identity and attributes of traced tensors, as Python code sees them.
 
 A traced tensor is a `FunctionalTensor`, and the parameters and buffers of a module are others than the module's own
 while it is traced. To the user's code, and to Python's (`functools.singledispatch`), `type(x)` and `x.__class__` are
@@ -60,7 +60,7 @@ class _MetaType(type):
         return _Type if found in (_REAL_TYPE, _MetaType) else found
 
     @property
-    def __dict__(cls) -> Any:  # pyright: ignore[reportIncompatibleVariableOverride]
+    def __dict__(cls) -> Any:  # pyright: ignore
         return _NAMESPACE.__get__(_REAL_TYPE if cls is _Type else cls)
 
     def __instancecheck__(cls, instance: object) -> bool:
@@ -121,7 +121,9 @@ def patch_getattribute(original: Callable[[Any, str], Any]) -> Any:
 
 def hash_tensor(state: TraceState, original: Callable[[Any], int], tensor: torch.Tensor) -> int:
     """Implements `hash(tensor)`."""
-    return original(_identified(tensor) if _is_for_user(3) else tensor)
+    own = own_tensor(tensor)
+    state.reads_identity |= own is not None and _is_for_user(3)
+    return original(tensor if own is None else own.tensor)
 
 
 def has_torch_function(state: TraceState, original: Callable[..., bool], *args: Any) -> bool:
