@@ -1,4 +1,4 @@
-"""What surrounds the call of a torch Function in converted code, and what Python code sees of traced tensors."""
+"""Surroundings of the call of a torch Function in converted code; types and identities of traced tensors."""
 
 from __future__ import annotations
 
@@ -426,7 +426,7 @@ def test_the_type_in_the_methods_of_a_function():
     assert_as_torch(lambda x: Double.apply(x, 2.0), X, convert=lambda run: lambda x: apply(x, 2.0))
 
 
-# --- What code knows of a parameter besides its values.
+# --- Type, identity and attributes of parameters.
 
 RATES: dict[Any, float] = {}
 RATES_BY_ID: dict[int, float] = {}

@@ -82,7 +82,7 @@ class Definition(TorchCode):
 
     @functools.cached_property
     def backward_reads_data(self) -> bool:
-        """Whether `backward` may read Python values besides its arguments."""
+        """Whether `backward` may read Python values that are not arguments."""
         return reads_data(self.original.backward, self.original.vjp)
 
     def _backward(self) -> Callable[..., Any] | None:

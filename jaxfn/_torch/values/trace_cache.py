@@ -62,7 +62,7 @@ _DEVICES = ("cpu", "cuda")
 
 
 class TorchSettings(NamedTuple):
-    """What surrounds a call in torch: the settings that code depends on. Hooks are those of all modules."""
+    """The settings of torch that code depends on, which surround a call. Hooks are those of all modules."""
 
     dtype: torch.dtype
     autocast: tuple[tuple[bool, torch.dtype], ...]
@@ -125,7 +125,7 @@ def capture_key(*functions: Any) -> Hashable | None:
 
 
 def reads_data(*functions: Any) -> bool:
-    """Whether functions and classes may read Python values (and not only code) besides their arguments."""
+    """Whether functions and classes may read Python values that are neither code nor arguments."""
     try:
         return _StateKey(functions, has_tensors=True).has_data
     except TypeError:
