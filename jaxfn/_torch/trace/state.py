@@ -12,6 +12,7 @@ from torch.utils import _pytree as torch_tree
 
 from jaxfn._torch._compat import (
     OPERATION_TYPES,
+    PARAMETER_FLAG,
     FunctionalTensor,
     is_composite,
     plain_torch,
@@ -81,7 +82,7 @@ class OwnTensor:
         """Makes a traced tensor represent this one; returns it."""
         vars(tensor).update({**self._attributes, _OWN: self})
         if self.is_parameter:
-            vars(tensor)["_is_param"] = True  # `isinstance(tensor, torch.nn.Parameter)` asks for it.
+            vars(tensor)[PARAMETER_FLAG] = True
         return tensor
 
     def changed_attribute(self, tensor: torch.Tensor) -> str | None:
@@ -93,7 +94,7 @@ class OwnTensor:
 
 
 _OWN = "jaxfn_own"  # The attribute of a traced tensor with the `OwnTensor` that it represents.
-_HIDDEN = ("_is_param", "elem", "_mode_key", "_inference_mode_base")  # Attributes of every traced tensor.
+_HIDDEN = (PARAMETER_FLAG, "elem", "_mode_key", "_inference_mode_base")  # Attributes of every traced tensor.
 
 
 def own_tensor(tensor: object) -> OwnTensor | None:
