@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dis
 import enum
 import functools
 import logging
@@ -163,7 +164,7 @@ class _StateKey:
         while num_read < len(self._functions):  # The list grows, and so does that of modules.
             for function in self._functions[num_read:]:
                 num_read += 1
-                names.update(_names_in(function.__code__))
+                names.update(_names_in(function.__code__).all)
                 self._has_tensors = True
                 parts.append(self._read_by(function))
             for module in self._modules:
@@ -174,18 +175,18 @@ class _StateKey:
         return tuple(parts)
 
     def _read_by(self, function: types.FunctionType) -> Hashable:
-        names, scope = _names_in(function.__code__), function.__globals__
+        (_, names, imports), scope = _names_in(function.__code__), function.__globals__
         cells = [cell.cell_contents for cell in function.__closure__ or ()]
         values = {name: scope[name] for name in names if name in scope}
-        for name in names:  # `import name` inside the function
+        for name in imports:
             for imported in (name, f"{scope.get('__package__')}.{name}"):
                 if isinstance(sys.modules.get(imported), types.ModuleType):
                     values.setdefault(imported, sys.modules[imported])
         has_data = self.has_data
         bound = self._key((function.__defaults__, function.__kwdefaults__, vars(function)))
         self.has_data = has_data
-        environment = dict(os.environ) if {"environ", "getenv"} & {*names} else None
-        return function.__code__, id(scope), bound, *map(self._key, (cells, values, environment))
+        environment = dict(os.environ) if "environ" in names or "getenv" in names else None
+        return IdentityKey(function.__code__), id(scope), bound, *map(self._key, (cells, values, environment))
 
     def _key(self, value: Any) -> Hashable:
         kind = type(value)
@@ -266,17 +267,34 @@ def _is_plain_object(value: object) -> bool:
     )
 
 
-@functools.lru_cache(maxsize=4096)
-def _names_in(code: types.CodeType) -> tuple[str, ...]:
-    """Returns the names and strings in code."""
-    names, pending = set[str](), [code]
+class _Names(NamedTuple):
+    """The names and strings in code, and what it imports. `code` is referenced, so that its id is unique."""
+
+    code: types.CodeType
+    all: tuple[str, ...]
+    imported: tuple[str, ...]
+
+
+_NAMES: dict[int, _Names] = {}  # By the identity of the code, whose hash is slow.
+
+
+def _names_in(code: types.CodeType) -> _Names:
+    found = _NAMES.get(id(code))
+    if found is None:
+        found = _NAMES[id(code)] = _find_names(code)
+    return found
+
+
+def _find_names(code: types.CodeType) -> _Names:
+    names, imported, pending = set[str](), set[str](), [code]
     while pending:
-        code = pending.pop()
-        names.update(code.co_names, (x for x in code.co_consts if isinstance(x, str)))
-        pending += [x for x in code.co_consts if isinstance(x, types.CodeType)]
+        part = pending.pop()
+        names.update(part.co_names, (x for x in part.co_consts if isinstance(x, str)))
+        imported.update(x.argval for x in dis.get_instructions(part) if x.opname in ("IMPORT_NAME", "IMPORT_FROM"))
+        pending += [x for x in part.co_consts if isinstance(x, types.CodeType)]
     if names & {"eval", "exec", "globals", "__dict__", "import_module"}:
         raise TypeError(f"{code.co_name} looks names up that it computes")
-    return tuple(sorted(names))
+    return _Names(code, tuple(sorted(names)), tuple(sorted(imported)))
 
 
 def _tensor_key(tensor: torch.Tensor) -> Hashable:
