@@ -15,7 +15,7 @@ from jaxfn._methods import UserMethods, undefined
 from jaxfn._observe import CALL_MONITOR, active_monitor
 from jaxfn._rule import call_untraced, call_with_rule, call_without_rule
 from jaxfn._signature import InputNames, InputSpec
-from jaxfn._tree import ARRAY_SPEC, TreeSpec, as_array, flatten, is_traced
+from jaxfn._tree import ARRAY_SPEC, TreeSpec, as_array, flatten_input, is_traced
 
 # The maximum number of `CallSpec`s, one per argument structure and static values, that each Function caches.
 _MAX_CACHED_CALLS = 256
@@ -217,7 +217,7 @@ class _Dispatcher:
         arrays: list[Any] = []
         trees: list[TreeSpec] = []
         for index, value in enumerate(values):
-            leaves, tree = flatten(value)
+            leaves, tree = flatten_input(value)
             if tree is not ARRAY_SPEC and not methods.takes_torch_tensors:
                 tree.check_no_torch_tensors(lambda: f"{methods.name}: {names.describe(index)}")
             arrays += map(as_array, leaves)

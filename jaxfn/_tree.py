@@ -138,12 +138,18 @@ class TreeSpec:
     *values*: `1`, `1.0` and `True` differ, as do `0.0` and `-0.0`. Hashing raises `TypeError` for others: a mutable
     object that compares equal today need not do so tomorrow, and pytree nodes of other types may compare equal and
     still hold different data.
+
+    Args:
+      treedef: The treedef; `None` if the value is its own single leaf.
+      leaves: The static leaves, and markers for the arrays.
+      value: The value, if it is to be passed on as the very object: code may store something in a list or dict.
     """
 
-    __slots__ = ("_key", "are_refs", "leaves", "num_arrays", "treedef")
+    __slots__ = ("_key", "_value", "are_refs", "leaves", "num_arrays", "treedef")
 
-    def __init__(self, treedef: Any, leaves: tuple[object, ...]) -> None:
-        self.treedef = treedef  # None: the value is its own single leaf
+    def __init__(self, treedef: Any, leaves: tuple[object, ...], value: object = None) -> None:
+        self.treedef = treedef
+        self._value = value
         self.leaves = leaves
         self.are_refs = tuple(leaf is _REF for leaf in leaves if isinstance(leaf, _ArrayMarker))  # one per array leaf
         self.num_arrays = len(self.are_refs)
@@ -153,7 +159,7 @@ class TreeSpec:
         """Returns the value with the next `num_arrays` of `arrays` as its array leaves."""
         if self is ARRAY_SPEC:
             return next(arrays)
-        return self._unflatten(self._with_arrays(arrays))
+        return self._unflatten(self._with_arrays(arrays)) if self._value is None else self._value
 
     def _with_arrays(self, arrays: Iterator[Any]) -> list[Any]:
         return [next(arrays) if isinstance(leaf, _ArrayMarker) else leaf for leaf in self.leaves]
@@ -189,8 +195,9 @@ class TreeSpec:
 
     @property
     def is_mutable(self) -> bool:
-        """Whether it has nodes of other classes than Python's own, to which code may write."""
-        return self.treedef is not None and not _has_plain_containers(self.treedef)
+        """Whether it is a copy that has lists, dicts or nodes of other classes, to which code may write."""
+        is_copy = self.treedef is not None and self._value is None
+        return is_copy and not (_has_plain_containers(self.treedef) and not has_lists_or_dicts(self.treedef))
 
     def mutated_path(self, value: Any, arrays: Sequence[Any], known: Sequence[Any]) -> str | None:
         """Returns the path at which a value that `unflatten` built from `arrays` has a leaf that is in neither list."""
@@ -227,7 +234,8 @@ class TreeSpec:
 
     def key(self) -> tuple[object, ...] | None:
         """Returns a hashable value that identifies this spec; `None` if some part is not compared by value."""
-        if self._key is None and (self.treedef is None or _has_plain_containers(self.treedef)):
+        is_plain = self.treedef is None or _has_plain_containers(self.treedef)
+        if self._key is None and is_plain and self._value is None:
             keys = [leaf_key(leaf) for leaf in self.leaves]
             if all(len(key) > 1 for key in keys):
                 self._key = (self.treedef, *keys)
@@ -261,6 +269,12 @@ def _has_plain_containers(treedef: Any) -> bool:
     else:
         is_plain = kind is list or kind is type(None) or (issubclass(kind, tuple) and data is None)
     return is_plain and all(map(_has_plain_containers, treedef.children()))
+
+
+def has_lists_or_dicts(treedef: Any) -> bool:
+    """Whether a tree has lists or dicts, to which code may write."""
+    node = treedef.node_data()
+    return node is not None and (node[0] in (list, dict) or any(map(has_lists_or_dicts, treedef.children())))
 
 
 def leaf_key(leaf: Any) -> tuple[object, ...]:
@@ -313,6 +327,14 @@ def _with_sortable_dicts(value: Any) -> Any:
         return _UnsortedDict(value) if is_unsorted(value) else value
 
     return jax.tree_util.tree_map(convert, value, is_leaf=is_unsorted)
+
+
+def flatten_input(value: Any) -> tuple[Sequence[Any], TreeSpec]:
+    """Flattens an input of `forward`. Lists and dicts without arrays are passed to it as the very objects."""
+    leaves, spec = flatten(value)
+    if leaves or spec.treedef is None or not has_lists_or_dicts(spec.treedef):
+        return leaves, spec
+    return (), TreeSpec(spec.treedef, spec.leaves, value)
 
 
 def flatten(value: Any) -> tuple[Sequence[Any], TreeSpec]:

@@ -44,6 +44,7 @@ __all__ = [
     "OPERATION_TYPES",
     "PACK",
     "PAD",
+    "PARAMETER_FLAG",
     "SCRIPT_TYPES",
     "SOLVE_FACTORS_TRANSPOSE",
     "CheckpointFunction",
@@ -308,6 +309,10 @@ _factors = torch.ops.aten._linalg_solve_ex(torch.tensor([[2.0, 1.0], [0.0, 1.0]]
 # Whether `linalg.solve` factors the transpose of a real contiguous matrix; its derivative uses the factors (on 2.8, no
 # longer on 2.13).
 SOLVE_FACTORS_TRANSPOSE = _factors[0, 1].item() == 0
+
+
+# The attribute for which `isinstance(tensor, torch.nn.Parameter)` looks in a tensor of another class (2.13).
+PARAMETER_FLAG = "_is_param"
 
 
 def original_apply(function: Any) -> Any:

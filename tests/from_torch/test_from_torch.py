@@ -14,6 +14,7 @@ import pytest
 
 import jaxfn
 from tests.support.marks import cells, row
+from tests.support.runs import noting_runs
 
 torch = pytest.importorskip("torch")
 pytestmark = pytest.mark.usefixtures("double_precision")
@@ -116,19 +117,19 @@ def test_second_derivatives_use_all_active_flags():
 
 @row("H2")
 def test_torch_code_runs_once_for_a_shape():
-    runs = []
+    note, runs = noting_runs()
 
     class Power(torch.autograd.Function):
         @staticmethod
         def forward(ctx, x, power):
-            runs.append("forward")
+            note("forward")
             ctx.save_for_backward(x)
             ctx.power = power
             return x**power
 
         @staticmethod
         def backward(ctx, grad_output):
-            runs.append("backward")
+            note("backward")
             return grad_output * ctx.power * ctx.saved_tensors[0] ** (ctx.power - 1), None
 
     power = jaxfn.from_torch(Power).apply
@@ -146,10 +147,10 @@ def test_torch_code_runs_once_for_a_shape():
 
 @row("H2")
 def test_a_closure_is_known_by_what_it_holds():
-    runs = []
+    note, runs = noting_runs()
 
     class Mapped(torch.autograd.Function):
-        forward = staticmethod(lambda ctx, x, function: runs.append(1) or function(x))
+        forward = staticmethod(lambda ctx, x, function: note("forward") or function(x))
 
     Mapped = jaxfn.from_torch(Mapped)
 

@@ -13,6 +13,7 @@ import pytest
 
 import jaxfn
 from tests.support.marks import cells, row
+from tests.support.runs import noting_runs
 
 torch = pytest.importorskip("torch")
 
@@ -184,7 +185,7 @@ def test_a_backward_that_applies_itself(function: Any):
 @pytest.mark.parametrize("derivatives", [0, 2])
 def test_a_backward_that_applies_itself_is_traced_once_for_each_derivative(derivatives: int):
     """Applies itself again in advance. Traced until Python's recursion limit, it crashed the interpreter."""
-    traces = []
+    note, traces = noting_runs()
 
     class CountedFlip(torch.autograd.Function):
         @staticmethod
@@ -193,7 +194,7 @@ def test_a_backward_that_applies_itself_is_traced_once_for_each_derivative(deriv
 
         @staticmethod
         def backward(ctx, grad_output):
-            traces.append(1)
+            note("backward")
             return CountedFlip.apply(grad_output)
 
     f = jaxfn.from_torch(lambda x: x * CountedFlip.apply(x))
@@ -345,8 +346,8 @@ WEIGHT = torch.nn.Parameter(torch.tensor([1.0, 2.0, 3.0, 4.0, 5.0]))
 
 @row("H3")
 def test_a_number_in_the_code_is_not_an_external_value():
-    traces = []
-    function = jaxfn.from_torch(function_of(lambda x: traces.append(1) or x * torch.tensor(2).item()))
+    note, traces = noting_runs()
+    function = jaxfn.from_torch(function_of(lambda x: note("forward") or x * torch.tensor(2).item()))
     for _ in range(3):
         function.apply(X)
     assert len(traces) == 1

@@ -22,6 +22,7 @@ from jaxfn import TranslationError  # noqa: E402
 from tests.support import torch_functions  # noqa: E402
 from tests.support.contexts import CONTEXTS  # noqa: E402
 from tests.support.marks import cells, row  # noqa: E402
+from tests.support.runs import noting_runs  # noqa: E402
 from tests.support.torch_code import Net, function_of  # noqa: E402
 
 nn, F = torch.nn, torch.nn.functional
@@ -1261,21 +1262,21 @@ def test_weights_go_back_into_torch():
 @row("I2", "I3")
 def test_the_code_runs_once_for_its_shapes():
     """Eagerly, under jit and in every derivative, in whatever order the parameters' dict is."""
-    runs = []
+    note, runs = noting_runs()
 
     class Counted(torch.autograd.Function):
         @staticmethod
         def forward(ctx, x):
-            runs.append("forward")
+            note("forward")
             return x.round()
 
         @staticmethod
         def backward(ctx, grad_output):
-            runs.append("backward")
+            note("backward")
             return grad_output
 
     def forward(module, x):
-        runs.append("module")
+        note("module")
         return Counted.apply(x @ module.w) * module.z
 
     module = Weighted(forward)

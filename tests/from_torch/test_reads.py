@@ -16,6 +16,7 @@ import pytest
 
 import jaxfn
 from tests.support.marks import cells, row
+from tests.support.runs import noting_runs
 
 torch = pytest.importorskip("torch")
 
@@ -371,18 +372,18 @@ def test_eager_calls_take_the_course_that_torch_takes(name: str):
 
 
 def counting(function: Any) -> tuple[Any, list[str]]:
-    """Returns the Function with methods that note each run in a list."""
-    runs: list[str] = []
+    """Returns the Function with methods that note each run."""
+    note, runs = noting_runs()
 
     class Counts(function):
         @staticmethod
         def forward(ctx: Any, x: Any) -> Any:
-            runs.append("forward")
+            note("forward")
             return function.forward(ctx, x)
 
         @staticmethod
         def backward(ctx: Any, *gradients: Any) -> Any:
-            runs.append("backward")
+            note("backward")
             return function.backward(ctx, *gradients)
 
     return jaxfn.from_torch(Counts), runs

@@ -12,6 +12,7 @@ import pytest
 import jaxfn
 from tests.support.contexts import CONTEXTS
 from tests.support.marks import row
+from tests.support.runs import noting_runs
 
 torch = pytest.importorskip("torch")
 
@@ -103,12 +104,12 @@ def test_the_vmap_of_a_torch_function_is_used(axis: int, context: str):
 
 @row("H2")
 def test_vmap_is_traced_once_for_each_way_of_batching():
-    traces = []
+    note, traces = noting_runs()
 
     class Counted(Scaled):
         @staticmethod
         def vmap(info, in_dims, x, factor):
-            traces.append(in_dims)
+            note("vmap")
             return Scaled.vmap(info, in_dims, x, factor)
 
     counted = jaxfn.from_torch(Counted)

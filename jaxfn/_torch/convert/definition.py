@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from typing import Any
 
 import torch
 
 from jaxfn._torch.convert.lifting import ORIGINAL
 from jaxfn._torch.trace.state import TraceConfig
+from jaxfn._torch.values.trace_cache import capture_key, reads_data
 
 _BASE: Any = torch.autograd.Function
 
@@ -63,6 +65,25 @@ class Definition(TorchCode):
         new = [inspect.Parameter("ctx", inspect.Parameter.POSITIONAL_ONLY)]
         taken = [*(new if self.has_setup_context and not self.defines_setup_context else []), *parameters.values()]
         self.signature = inspect.Signature(list(with_key(taken, self.key_name)))
+
+    def input_name(self, index: int) -> str:
+        """Returns an input of `forward` as messages name it."""
+        names = [*inspect.signature(self.function.forward).parameters]
+        names = names if self.has_setup_context else names[1:]
+        return f"input {index}" + (f" ({names[index]!r})" if index < len(names) else "")
+
+    def python_state(self, method: str) -> Hashable | None:
+        """Returns a key of the Python state that a method reads; `None` if there is none.
+
+        torch calls `backward` later, and all other methods at the call of `apply`: those have one key.
+        """
+        names = ("backward", "vjp") if method == "backward" else ("forward", "setup_context", "jvp", "vmap")
+        return capture_key(*(getattr(self.original, name) for name in names))
+
+    @functools.cached_property
+    def backward_reads_data(self) -> bool:
+        """Whether `backward` may read Python values that are not arguments."""
+        return reads_data(self.original.backward, self.original.vjp)
 
     def _backward(self) -> Callable[..., Any] | None:
         backward, vjp = self.function.backward, self.function.vjp

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import threading
+import functools
 import warnings
 import weakref
 from collections.abc import Generator, Mapping, Sequence
@@ -13,7 +13,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import torch
-from torch.utils import _pytree as torch_tree
 
 from jaxfn._context import FunctionCtx, ctx_state
 from jaxfn._function import Function, describe_rules
@@ -24,7 +23,6 @@ from jaxfn._torch.convert.definition import Definition
 from jaxfn._torch.convert.explain import Explanation, Part
 from jaxfn._torch.convert.traced_code import TensorSpec, TracedForward, TracedRule, TracedVmap, TraceLookup, tensor_spec
 from jaxfn._torch.graph.reads import Answerer, are_concrete
-from jaxfn._torch.graph.recorder import NO_EXTERNALS
 from jaxfn._torch.source.source import write_source
 from jaxfn._torch.trace.state import TraceConfig
 from jaxfn._torch.values.arrays import jax_dtype, torch_dtype
@@ -153,27 +151,12 @@ class _ForwardCall(NamedTuple):
         return self.traced.slot_values(self.arrays, results)
 
 
-class _Pinned(threading.local):
-    """The trace of the Function that a graph applies, if that read values while the graph was traced."""
-
-    traced: TracedForward | None = None
-
-
-_PINNED = _Pinned()
-
-
-@contextlib.contextmanager
-def pinning(traced: TracedForward) -> Generator[None]:
-    """Makes a call of the Function use this trace, if the trace reads values and the call's arrays have none."""
-    before, _PINNED.traced = _PINNED.traced, traced if traced.reads else None
-    try:
-        yield
-    finally:
-        _PINNED.traced = before
-
-
 class FunctionAdapter:
     """The methods of a torch Function, with the signatures of a jaxfn Function.
+
+    Args:
+      definition: The torch Function.
+      call: The trace of a call in torch code, which surrounds all calls of the jaxfn Function; `None` elsewhere.
 
     Attributes:
       uses_vmap: Whether `jax.vmap` calls the `vmap` of the torch Function.
@@ -181,12 +164,11 @@ class FunctionAdapter:
 
     uses_vmap = True
 
-    def __init__(self, definition: Definition) -> None:
+    def __init__(self, definition: Definition, call: TracedForward | None = None) -> None:
         self.definition = definition
+        self._call = call
         self._traced_forwards = LRUCache[TracedForward](_MAX_TRACES)
         self._traced_vmaps = LRUCache[TracedVmap](_MAX_TRACES)
-        # Errors of `backward` for calls whose traces cannot be cached, by the identities of their static arguments.
-        self._backward_errors: dict[tuple[int, ...], TranslationError] = {}
         self._warned: set[str] = set()
 
     def forward(self, ctx: FunctionCtx, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -226,8 +208,10 @@ class FunctionAdapter:
             return TracedVmap(self.definition, arguments.template, specs, info, tuple(dims), answerer)
 
         template = arguments.template, dims, info.batch_size
-        lookup = TraceLookup(f"{name}.vmap", self._traced_vmaps, template, specs, trace, warn=self._warn_once)
-        batched, results = lookup.find(arguments.leaves, key)
+        state = functools.partial(self.definition.python_state, "vmap")
+        lookup = TraceLookup(f"{name}.vmap", self._traced_vmaps, template, specs, trace, (), self._warn_once, state)
+        with self._at_call("vmap"):
+            batched, results = lookup.find(arguments.leaves, key)
         if batched.draws and key_dim is not None:
             raise TranslationError(
                 f"{name}.vmap draws random numbers for the whole batch, by one key; it got a batch of keys. Pass a "
@@ -239,16 +223,39 @@ class FunctionAdapter:
     def _find_trace(self, args: tuple[Any, ...], kwargs: dict[str, Any], state: Any) -> _ForwardCall:
         """Returns a call's trace and arrays; without a ctx state, every input counts as needing a gradient."""
         key = kwargs.pop(self.definition.key_name)
-        arguments = flatten_tensors((args, kwargs), is_array_leaf)
+        arguments = flatten_tensors((args, kwargs), is_array_leaf, shares_containers=True)
         specs = [self._spec(array) for array in arguments.leaves]
         flags = (True,) * (len(args) + len(kwargs))
         if state is not None:
             flags = self._flags(state.names.names, state.needs_input_grad)
-        traced, results = _PINNED.traced, None
-        if traced is None or traced.definition is not self.definition or are_concrete([*arguments.leaves, key]):
-            traced, results = self._forward_lookup(arguments.template, specs, flags).find(arguments.leaves, key)
-        self._add_backward_error(traced)
+        traced, results = self._call, None
+        if traced is None or not (traced.fits(flags) or (traced.reads and not are_concrete([*arguments.leaves, key]))):
+            template = arguments.template if traced is None else traced.arguments
+            with self._at_call("forward"):
+                traced, results = self._forward_lookup(template, specs, flags).find(arguments.leaves, key)
+            traced.backward_error = traced.backward_error or (self._call and self._call.backward_error)
         return _ForwardCall(traced, arguments.leaves, key, results)
+
+    @contextlib.contextmanager
+    def _at_call(self, method: str) -> Generator[None]:
+        """Restores the torch settings around the call. Raises if the Python state that the Function reads differs."""
+        if self._call is None:
+            yield
+            return
+        if self.definition.python_state(method) != self._call.python_state:
+            raise TranslationError(
+                f"{self.definition.name}.{method} has to be traced after the code around the call has ended, and reads "
+                "Python state (a global, an attribute, a closure) that has changed since the call. Pass the value as "
+                "an argument of apply"
+            )
+        with self._call.settings.restored():
+            yield
+
+    def pinned_to(self, traced: TracedForward) -> type[ConvertedFunction]:
+        """Returns the jaxfn Function for a call in torch code that has this trace."""
+        if traced.pinned is None:
+            traced.pinned = _make_class(type(self)(self.definition, traced), __name__)
+        return traced.pinned
 
     def _fill_ctx(self, ctx: FunctionCtx, call: _ForwardCall, values: Mapping[int, Any]) -> None:
         """Fills jaxfn's ctx with what the torch code set on its own ctx; `values` holds the values of the slots."""
@@ -297,12 +304,13 @@ class FunctionAdapter:
         template, arrays, specs = _match_template((*args, *kwargs.values()), values, traced.input_specs)
         lookup = traced.rule_lookup("jvp", template, specs, self._flags(names, tuple(ctx.needs_input_grad)))
         key = None if ctx.key is None else jax.random.fold_in(ctx.key, _BACKWARD_KEY_DATA)
-        rule, results = lookup._replace(warn=self._warn_once).run([*ctx.saved_tensors, *arrays], key)
+        with self._at_call("jvp"):
+            rule, results = lookup._replace(warn=self._warn_once).run([*ctx.saved_tensors, *arrays], key)
         return unflatten_tensors(rule.returned, results)
 
     def trace_forward(self, arguments: Any, specs: Sequence[TensorSpec], flags: tuple[bool, ...]) -> TracedForward:
         """Returns the trace of `forward` for these arguments. Raises if it reads values."""
-        return self._add_backward_error(self._forward_lookup(arguments, specs, flags).get())
+        return self._forward_lookup(arguments, specs, flags).get()
 
     def _forward_lookup(
         self, arguments: Any, specs: Sequence[TensorSpec], flags: tuple[bool, ...]
@@ -311,12 +319,8 @@ class FunctionAdapter:
             return TracedForward(self.definition, arguments, specs, flags, answerer)
 
         name = f"{self.definition.name}.forward"
-        return TraceLookup(name, self._traced_forwards, arguments, specs, trace, flags, self._warn_once)
-
-    def _add_backward_error(self, traced: TracedForward) -> TracedForward:
-        errors = self._backward_errors
-        traced.backward_error = traced.backward_error or errors.get(_static_identities(traced.arguments))
-        return traced
+        state = functools.partial(self.definition.python_state, "forward")
+        return TraceLookup(name, self._traced_forwards, arguments, specs, trace, flags, self._warn_once, state)
 
     def preview(
         self, arguments: FlatTensors, values: tuple[Sequence[Any], Any] | None = None
@@ -328,7 +332,7 @@ class FunctionAdapter:
         args, kwargs = arguments.template
         specs = [tensor_spec(x, self.definition.config.externals.strides_source) for x in arguments.leaves]
         lookup = self._forward_lookup(arguments.template, specs, (True,) * (len(args) + len(kwargs)))
-        traced = self._add_backward_error(lookup.get() if values is None else lookup.find(*values)[0])
+        traced = lookup.get() if values is None else lookup.find(*values)[0]
         return traced, traced.draws or self._draws_in_backward(traced)
 
     def _draws_in_backward(self, traced: TracedForward) -> bool:
@@ -338,17 +342,11 @@ class FunctionAdapter:
         try:
             backward = traced.full_backward()
         except EscapedTensorError as error:  # At a later trace, other tensors would be in scope.
-            self.set_backward_error(traced, error)
+            traced.set_backward_error(error)
             return False
         except Exception:
             return False
         return backward is not None and backward.draws
-
-    def set_backward_error(self, traced: TracedForward, error: TranslationError) -> None:
-        """Makes differentiation of the traced call raise this error."""
-        traced.backward_error = type(error)(str(error))  # Without the frames of the trace.
-        if self.definition.config.externals is not NO_EXTERNALS:  # The error applies to one trace only.
-            self._backward_errors[_static_identities(traced.arguments)] = traced.backward_error
 
     def explain(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Explanation:
         """Explains how a call with these arguments is translated if everything in it is differentiated."""
@@ -438,11 +436,6 @@ def _do_not_warn(message: str) -> None:
     pass
 
 
-def _static_identities(template: Any) -> tuple[int, ...]:
-    """Returns the identities of the arguments that are not arrays."""
-    return tuple(id(leaf) for leaf in torch_tree.tree_leaves(template) if not isinstance(leaf, Slot))
-
-
 def _sum_per_tensor(traced: TracedForward, outputs: Sequence[Any], grad_outputs: Sequence[Any]) -> list[Any]:
     """Sums the gradients of a tensor that is returned more than once into its last position, as torch does."""
     gradients, last = [*grad_outputs], {slot: i for i, slot in enumerate(outputs) if isinstance(slot, Slot)}
@@ -491,7 +484,8 @@ def convert_function_class(
     key = id(function), id(config.externals), config.is_nested, replaced, adapter_type
     found = _CLASSES.get(key)
     if found is None:
-        found = _CLASSES[key] = _make_class(function, module, config, adapter_type)
+        definition = Definition(function, config, adapter_type.uses_vmap)
+        found = _CLASSES[key] = _make_class(adapter_type(definition), module)
     return found
 
 
@@ -499,11 +493,8 @@ def convert_function_class(
 _CLASSES: weakref.WeakValueDictionary[Any, type[ConvertedFunction]] = weakref.WeakValueDictionary()
 
 
-def _make_class(
-    function: Any, module: str, config: TraceConfig, adapter_type: type[FunctionAdapter]
-) -> type[ConvertedFunction]:
-    definition = Definition(function, config, adapter_type.uses_vmap)
-    adapter = adapter_type(definition)
+def _make_class(adapter: FunctionAdapter, module: str) -> type[ConvertedFunction]:
+    definition, function = adapter.definition, adapter.definition.function
 
     def forward(ctx: FunctionCtx, *args: Any, **kwargs: Any) -> Any:
         return adapter.forward(ctx, args, kwargs)

@@ -32,7 +32,7 @@ from jaxfn._torch.graph.source_lines import source_line
 from jaxfn._torch.values.arrays import jax_dtype, to_numpy, to_torch, torch_dtype
 from jaxfn._torch.values.errors import TranslationError
 from jaxfn._torch.values.flatten import FlatTensors, Slot, flatten_tensors, slots, unflatten_tensors
-from jaxfn._torch.values.trace_cache import IdentityKey, LRUCache, static_key, torch_settings_key
+from jaxfn._torch.values.trace_cache import IdentityKey, LRUCache, static_key, torch_settings
 from jaxfn._tree import as_array, is_array_leaf, is_inexact
 
 _MAX_HOST_CALLS = 256
@@ -378,7 +378,7 @@ class HostAdapter(FunctionAdapter):
 
     def _find_host(self, arguments: Any, specs: Sequence[TensorSpec], flags: tuple[bool, ...]) -> HostForward:
         """Returns the host computation for these arguments, which is not needed if they can be traced."""
-        key = static_key(torch_tree.tree_map(_by_identity, arguments)), tuple(specs), torch_settings_key()
+        key = static_key(torch_tree.tree_map(_by_identity, arguments)), tuple(specs), torch_settings()
         host = self._hosts.get(key, lambda host: host.flags == flags)
         if host is None:
             host = self._new_host(arguments, specs, flags)

@@ -18,6 +18,7 @@ import numpy as np
 import torch
 
 from jaxfn._torch._compat import (
+    FunctionalTensor,
     accumulation_hooks,
     gradient_hooks,
     plain_torch,
@@ -31,7 +32,7 @@ from jaxfn._torch.convert.torch_callable import TorchCallable, TracedCallable
 from jaxfn._torch.graph.recorder import ExternalTensors, Recorder, has_nonstandard_strides
 from jaxfn._torch.trace.detach import forbid_mutation
 from jaxfn._torch.trace.leaks import storage_extent
-from jaxfn._torch.trace.state import ModuleTensors, TraceConfig, TraceState, active_trace
+from jaxfn._torch.trace.state import ModuleTensors, OwnTensor, TraceConfig, TraceState, active_trace
 from jaxfn._torch.trace.tensor_hooks import apply_hook
 from jaxfn._torch.values.arrays import to_jax, to_torch
 from jaxfn._torch.values.errors import TranslationError
@@ -158,7 +159,7 @@ class ConvertedModule:
             self._check_mode()
             self._check(parameters, buffers)
             arguments = (dict(sorted(parameters.items())), dict(sorted(buffers.items())), args, kwargs)
-            traced, arrays = self._callable.trace(arguments, 1, _state_key(self.torch_module))
+            traced, arrays = self._callable.trace(arguments, 1, functools.partial(_state_key, self.torch_module))
         return traced, arrays, key
 
     def load(self, parameters: Mapping[str, Any], buffers: Mapping[str, Any] | None = None) -> None:
@@ -222,6 +223,9 @@ class ConvertedModule:
         for name, own in own_tensors.items():
             for hook in reversed(gradient_hooks(own)):  # torch calls the one registered last first.
                 tensors[name] = apply_hook(state, tensors[name], hook)
+        for name, own in own_tensors.items():
+            _check_subclass(self._callable.code.name, name, type(own))
+            OwnTensor(own).represent_by(tensors[name])
         with plain_torch():
             strided = [name for name, own in own_tensors.items() if has_nonstandard_strides(own)]
             names = {storage_id(own): name for name, own in own_tensors.items() if storage_id(own) is not None}
@@ -238,6 +242,7 @@ class ConvertedModule:
         with self._reparametrize(tensors):
             before = _attribute_keys(module)
             output = module(*args, **kwargs)
+            state.check_attributes()
             self._check_state(state, before)
             state.mutated_parameters = [
                 name
@@ -442,6 +447,24 @@ def _is_materialized_later(tensor: torch.Tensor, array: Any) -> bool:
     return not isinstance(tensor, torch.nn.Parameter) and 0 in (tensor.numel(), array.size)
 
 
+def _check_subclass(code: str, name: str, kind: type[torch.Tensor]) -> None:
+    """Raises for a tensor of a class that redefines methods of `torch.Tensor`, which traced tensors do not have."""
+    parts = [x for x in kind.__mro__ if x.__module__.partition(".")[0] not in ("torch", "builtins")]
+    redefined = {name for part in parts for name in vars(part) if hasattr(torch.Tensor, name)} - _HARMLESS
+    if redefined:
+        raise TranslationError(
+            f"{code}: {name} is a {kind.__name__}, which redefines {min(redefined)} of torch.Tensor. A traced tensor "
+            "has torch's. Store a plain torch.nn.Parameter, and call a function for what the class does"
+        )
+
+
+# What a subclass of `torch.Tensor` may redefine without an effect on what code computes.
+_HARMLESS = frozenset(
+    """__annotations__ __deepcopy__ __dict__ __doc__ __format__ __getstate__ __init__ __init_subclass__ __module__
+    __new__ __qualname__ __reduce_ex__ __repr__ __setstate__ __slots__ __str__ __weakref__ cpu cuda to""".split()  # noqa: SIM905
+)
+
+
 def _check_hooks(module: torch.nn.Module) -> None:
     """Raises if a tensor has hooks that only torch's autograd calls."""
     code = type(module).__name__
@@ -495,13 +518,21 @@ def _fields(value: Any, enclosing: tuple[int, ...]) -> dict[str, Any] | None:
 
 def _replace_tensors(saved: _Container, replaced: Mapping[int, torch.Tensor]) -> None:
     """Replaces tensors by others in a container, recursively."""
-    if isinstance(saved.container, set) or saved.original is not saved.container:
+    if saved.original is not saved.container:
         return
     for key, part in saved.parts.items() if isinstance(saved.parts, dict) else enumerate(saved.parts):
         if isinstance(part, _Container):
             _replace_tensors(part, replaced)
-        elif id(part) in replaced:
+        elif id(part) in replaced and not isinstance(saved.container, set):
             saved.container[key] = replaced[id(part)]
+    if isinstance(saved.container, list) or not any(id(x) in replaced for x in saved.container):
+        return
+    if isinstance(saved.container, set):
+        items: Any = [replaced.get(id(x), x) for x in saved.container]
+    else:
+        items = [(replaced.get(id(x), x), value) for x, value in saved.container.items()]
+    saved.container.clear()
+    saved.container.update(items)
 
 
 class _Container(NamedTuple):
@@ -638,5 +669,8 @@ def _attribute_key(value: Any, enclosing: tuple[int, ...] = ()) -> Any:
         return own, *items
     if not isinstance(value, torch.Tensor):
         return IdentityKey(value)
-    # A computed tensor, such as a weight that a hook makes, is computed again by every forward.
-    return _TensorKey(id(value), has_nonstandard_strides(value)) if value.grad_fn is None else ("computed", value.shape)
+    if value.grad_fn is not None:  # A weight that a hook makes, for example: every forward computes it again.
+        return "computed", value.shape
+    key = _TensorKey(id(value), has_nonstandard_strides(value))
+    attributes = {} if isinstance(value, FunctionalTensor) or id(value) in enclosing else vars(value)
+    return (key, _attribute_key(attributes, (*enclosing, id(value)))) if attributes else key

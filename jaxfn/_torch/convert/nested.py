@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 
 from jaxfn._primitives import DeferredError, guard
-from jaxfn._torch.convert.function_class import ConvertedFunction, convert_function_class, pinning
+from jaxfn._torch.convert.function_class import ConvertedFunction, convert_function_class
 from jaxfn._torch.convert.lifting import ORIGINAL, LiftedCall
 from jaxfn._torch.convert.traced_code import TracedForward
 from jaxfn._torch.graph.reads import CallValues
@@ -44,7 +44,7 @@ class _Preview(NamedTuple):
 
 
 def _preview(state: TraceState, function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> _Preview:
-    arguments = flatten_tensors((tuple(args), dict(kwargs)))
+    arguments = flatten_tensors((tuple(args), dict(kwargs)), shares_containers=True)
     externals = state.recorder.nested_externals([*map(state.lower, arguments.leaves)], function.__name__)
     converted = convert_function_class(function, __name__, state.config._replace(externals=externals, is_nested=True))
     try:
@@ -104,7 +104,7 @@ def record_nested_apply(state: TraceState, function: Any, args: Sequence[Any], k
         except EscapedTensorError:  # It captures other tensors: a gradient raises.
             pass
         except TranslationError as error:
-            preview.converted.adapter.set_backward_error(preview.traced, error)
+            preview.traced.set_backward_error(error)
     return _record(state, preview)
 
 
@@ -112,6 +112,7 @@ def _record(state: TraceState, preview: _Preview) -> Any:
     """Records the call, and returns the Function's outputs."""
     converted, arguments, key, traced, draws = preview
     adapter = converted.adapter
+    pinned = adapter.pinned_to(traced)
     state.functions.append(traced)
     output_slots = slots(traced.output)
     template = arguments.template  # The graph references the template only, and not the arguments.
@@ -122,8 +123,7 @@ def _record(state: TraceState, preview: _Preview) -> Any:
         for error in deferred_errors:
             arrays = tuple(guard(arrays, (), error))
         args, kwargs = unflatten_tensors(template, arrays)
-        with pinning(traced):
-            return flatten_tensors(converted.apply(*args, **kwargs, **options), is_array_leaf).leaves
+        return flatten_tensors(pinned.apply(*args, **kwargs, **options), is_array_leaf).leaves
 
     specs = [traced.specs[slot] for slot in output_slots]
     marked = [i for i, slot in enumerate(output_slots) if slot in traced.non_differentiable]

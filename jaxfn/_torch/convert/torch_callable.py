@@ -139,14 +139,14 @@ class TorchCallable:
         self._traces = LRUCache[TracedCallable](_MAX_TRACES)
 
     def trace(
-        self, arguments: tuple[Any, ...], num_parameter_args: int, state: Hashable | None
+        self, arguments: tuple[Any, ...], num_parameter_args: int, state: Callable[[], Hashable | None]
     ) -> tuple[TracedCallable, Sequence[Any]]:
         """Returns the trace for these arguments, and the arrays in them.
 
         Args:
           arguments: The arguments of `function`: pytrees of arrays and other values.
           num_parameter_args: The number of arguments, from the first, whose arrays require a gradient.
-          state: A key of everything else that the code's behaviour depends on; `None` if there is none.
+          state: Returns a key of everything else that the code depends on; `None` if there is none.
         """
         request = self._make_request(arguments, num_parameter_args)
         template = request.arguments.template, tuple(request.are_parameters)
@@ -345,7 +345,7 @@ def convert_callable(function: Callable[..., Any], config: TraceConfig) -> Calla
     def converted(*args: Any, **kwargs: Any) -> Any:
         key = kwargs.pop(code.key_name, None)
         signature.bind(*args, **kwargs)
-        traced, arrays = torch_callable.trace((args, kwargs), 0, capture_key(function))
+        traced, arrays = torch_callable.trace((args, kwargs), 0, functools.partial(capture_key, function))
         return traced.run(arrays, key)
 
     parameters = list(with_key(list(signature.parameters.values()), code.key_name))

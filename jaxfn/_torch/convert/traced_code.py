@@ -38,11 +38,11 @@ from jaxfn._torch.graph.source_lines import format_line
 from jaxfn._torch.graph.targets import draws_random_numbers
 from jaxfn._torch.trace.leaks import checking_leaks, may_overlap
 from jaxfn._torch.trace.scope import outside_trace, trace_scope
-from jaxfn._torch.trace.state import ACTIVE, TraceState
+from jaxfn._torch.trace.state import ACTIVE, OwnTensor, TraceState, own_tensor
 from jaxfn._torch.values.arrays import jax_dtype, torch_dtype
 from jaxfn._torch.values.errors import DataDependentError, EscapedNumberError, SelectionError, TranslationError
 from jaxfn._torch.values.flatten import Slot, flatten_tensors, is_size, slots, unflatten_tensors
-from jaxfn._torch.values.trace_cache import LRUCache, static_key, torch_settings_key
+from jaxfn._torch.values.trace_cache import LRUCache, static_key, torch_settings
 from jaxfn._traces import innermost, staging_trace
 
 _UNDER_JIT = NoValues(
@@ -58,16 +58,22 @@ _MAX_RULES = 32
 
 
 class TensorSpec(NamedTuple):
-    """The type of a traced tensor, and where its strides may come from if they may not be contiguous."""
+    """The type of a traced tensor.
+
+    Attributes:
+      strides_source: Where its strides may come from, if they may not be contiguous.
+      own: The parameter or buffer of a module that it represents, if any.
+    """
 
     shape: tuple[int, ...]
     dtype: torch.dtype
     strides_source: str | None = None
+    own: OwnTensor | None = None
 
 
 def tensor_spec(tensor: torch.Tensor, strides_source: str | None = None) -> TensorSpec:
     """Returns the spec of a tensor."""
-    return TensorSpec(tuple(tensor.shape), tensor.dtype, strides_source)
+    return TensorSpec(tuple(tensor.shape), tensor.dtype, strides_source, own_tensor(tensor))
 
 
 class TracedCode:
@@ -82,6 +88,7 @@ class TracedCode:
     Attributes:
       uses_double: Whether it computes in float64 or complex128.
       reads_external_values: Whether the code read values of external tensors, which may change.
+      reads_identity: Whether the code, of a nested Function, read the `id` or the hash of a module's tensor.
       differentiates_externals: Whether the code computed gradients of external tensors.
       functions: The Functions that the code applies, each as it was traced there.
       reads: What the code read of the values of traced tensors. The trace is valid for arrays that give equal values.
@@ -105,6 +112,7 @@ class TracedCode:
         self.draws = any(draws_random_numbers(node.target) for node in nodes)
         self.uses_double = any(_is_double(node.meta.get("val")) for node in nodes)
         self.reads_external_values = state.recorder.reads_external_values
+        self.reads_identity = state.reads_identity and code.config.is_nested
         self.differentiates_externals = state.recorder.differentiates_externals
         self.functions: list[TracedForward] = list(state.functions)
         self.reads = state.recorder.reads
@@ -120,6 +128,7 @@ class TracedCode:
         self._constants = translation.constants
         # Outside `jax.jit` the graph is one compiled executable. Inside, its operations are inlined into the caller.
         self._run = jax.jit(translation.run, inline=True)
+        self._run_by_operations = translation.run
         self._indices = translation.indices
         self._run_with_checks = functools.partial(_run_with_checks, translation, len(results))
         self._run_compiled_with_checks = jax.jit(self._run_with_checks)
@@ -135,6 +144,11 @@ class TracedCode:
         inside = [entry for function in self.functions for entry in function.unsupported]
         return list(dict.fromkeys([*self._unsupported, *inside]))
 
+    @functools.cached_property
+    def _is_read_by_backward(self) -> bool:
+        """Whether a Function inside may read Python values in its `backward`, which a compiled graph would freeze."""
+        return any(x.definition.backward_reads_data or x._is_read_by_backward for x in self.functions)
+
     @property
     def serves_all(self) -> bool:
         """Whether the trace is valid for all values of the arrays."""
@@ -143,6 +157,11 @@ class TracedCode:
     def fits(self, needs_input_grad: tuple[bool, ...]) -> bool:
         """Whether the trace is valid for these flags."""
         return not self.reads_needs_input_grad or self.needs_input_grad == needs_input_grad
+
+    def is_current(self) -> bool:
+        """Whether the Functions that the code applies would read the Python state that they read in this trace."""
+        states: dict[Definition, tuple[Hashable, Hashable]] = {}
+        return all(x.is_valid_in(states) for x in self.functions)
 
     def run_graph(self, arrays: Sequence[Any], key: Any, known: Mapping[torch.fx.Node, Any] | None = None) -> Any:
         """Computes the graph's results for JAX arrays; op by op, if values of nodes are `known`.
@@ -154,6 +173,9 @@ class TracedCode:
         self._check_runnable(key)
         with self._naming_errors():
             if known is None and (not self._indices or staging_trace() is not None):
+                is_differentiated = any(isinstance(x, Tracer) for x in arrays)
+                if is_differentiated and staging_trace() is None and self._is_read_by_backward:
+                    return self._run_by_operations(arrays, key, self._constants())[: self._num_results]
                 return self._run(arrays, key, self._constants())[: self._num_results]
             run = self._run_compiled_with_checks if known is None else self._run_with_checks
             results, _, extremes = run(arrays, key, self._constants(), known)
@@ -355,7 +377,13 @@ class TracedForward(TracedCode):
       reruns_forward: Whether `backward` and `jvp` run `forward` again, on its inputs, because it stored tensors with
         autograd's graph on ctx, which `backward` may differentiate.
       backward_error: The error that differentiation raises, if any.
+      python_state: A key of the Python state that `forward` read; `None` if there is none.
+      settings: torch's settings around the call.
+      pinned: The converted Function whose calls have this trace, in nested Functions.
     """
+
+    pinned: Any = None
+    _full_backward: TracedRule | None = None
 
     def __init__(
         self,
@@ -368,6 +396,9 @@ class TracedForward(TracedCode):
         self.definition = definition
         self.needs_input_grad = needs_input_grad
         self.arguments = arguments
+        self.python_state = definition.python_state("forward")
+        self._backward_state = definition.python_state("backward")
+        self.settings = torch_settings()
         # For each tensor, the index of the input of `forward` that contains it.
         args, kwargs = arguments
         self._input_indices = [i for i, value in enumerate((*args, *kwargs.values())) for _ in slots(value)]
@@ -378,6 +409,7 @@ class TracedForward(TracedCode):
         with trace_scope(state):
             inputs = self._new_inputs(state, needs_input_grad)
             output = self._run_code(ctx, inputs)
+            state.check_attributes()
             self.mutated = sorted(state.mutated_inputs())
             dirty = [i for i, x in enumerate(inputs) if _is_among(x, ctx.dirty_tensors)]
             self.implicit_outputs = [i for i in self.mutated if definition.config.is_nested and i not in dirty]
@@ -449,6 +481,14 @@ class TracedForward(TracedCode):
                 "it would have to run again in backward. Draw the numbers outside, and pass them as an argument"
             )
 
+    def is_valid_in(self, states: dict[Definition, tuple[Hashable, Hashable]]) -> bool:
+        """Whether the Function, and those inside, would read the state that they read; `states` has what was found."""
+        if self.definition not in states:
+            state = self.definition.python_state
+            states[self.definition] = state("forward"), state("backward")
+        is_same = states[self.definition] == (self.python_state, self._backward_state)
+        return is_same and all(x.is_valid_in(states) for x in self.functions)
+
     def _new_inputs(self, state: TraceState, needs_input_grad: Sequence[bool]) -> list[torch.Tensor]:
         return [
             state.add_input(*spec, requires_grad=needs_input_grad[i])
@@ -458,11 +498,23 @@ class TracedForward(TracedCode):
     def _run_code(self, ctx: TorchContext, inputs: Sequence[torch.Tensor]) -> Any:
         """Runs the user's code on traced tensors, and returns its output."""
         function = self.definition.function
-        args, kwargs = unflatten_tensors(self.arguments, inputs)
+        args, kwargs = unflatten_tensors(self.arguments, inputs, shares_containers=True)
+        values = (*args, *kwargs.values())
+        before = [torch_tree.tree_flatten(value) for value in values]
         if not self.definition.has_setup_context:
-            return function.forward(ctx, *args, **kwargs)
-        output = function.forward(*args, **kwargs)
-        function.setup_context(ctx, (*args, *kwargs.values()), output)
+            output = function.forward(ctx, *args, **kwargs)
+        else:
+            output = function.forward(*args, **kwargs)
+            function.setup_context(ctx, values, output)
+        for i, (value, (leaves, spec)) in enumerate(zip(values, before, strict=True)):
+            if slots((*self.arguments[0], *self.arguments[1].values())[i]):
+                new_leaves, new_spec = torch_tree.tree_flatten(value)
+                if new_spec != spec or any(x is not y for x, y in zip(new_leaves, leaves, strict=True)):
+                    raise TranslationError(
+                        f"{self.definition.name}.forward changes {self.definition.input_name(i)}, a list or dict that "
+                        "contains arrays. A jaxfn Function receives a copy of it, so its caller would never see the "
+                        "change. Return the new values from forward, and store them after the call"
+                    )
         return output
 
     def slot_values(self, inputs: Sequence[Any], results: Sequence[Any]) -> dict[int, Any]:
@@ -501,7 +553,9 @@ class TracedForward(TracedCode):
             return TracedRule(self, method, arguments, specs, needs_input_grad, answerer)
 
         name = f"{self.definition.name}.{method}"
-        return TraceLookup(name, self._rules, (method, arguments), specs, trace, needs_input_grad)
+        state = functools.partial(self.definition.python_state, method)
+        template = method, arguments, self._attributes  # Those may be objects that have changed since the call.
+        return TraceLookup(name, self._rules, template, specs, trace, needs_input_grad, state=state)
 
     @property
     def is_in_own_backward(self) -> bool:
@@ -513,11 +567,14 @@ class TracedForward(TracedCode):
 
     def full_backward(self) -> TracedRule | None:
         """Traces `backward` for gradients of all outputs; returns `None` if there is no `backward`."""
+        if self._full_backward is not None:
+            return self._full_backward
         lookup = self.full_backward_lookup()
         before = ACTIVE.traced_backwards
         ACTIVE.traced_backwards = (*before, self.definition.original)
         try:
-            return lookup and lookup.get()
+            self._full_backward = lookup and lookup.get()
+            return self._full_backward
         finally:
             ACTIVE.traced_backwards = before
 
@@ -574,6 +631,10 @@ class TracedForward(TracedCode):
         of_backward = [node for node in backward.graph_module.graph.nodes if node.op == "placeholder"]
         return {i for i, node in zip(saved, of_backward, strict=False) if node.users}
 
+    def set_backward_error(self, error: TranslationError) -> None:
+        """Makes differentiation of the call raise this error."""
+        self.backward_error = type(error)(str(error))  # Without the frames of the trace.
+
     def mutated_inputs_of(self, method: str, state: TraceState) -> set[int]:
         """Returns the inputs of `forward` that `backward` or `jvp` got from `ctx` and mutated in this trace."""
         mutated = state.mutated_inputs()
@@ -596,7 +657,8 @@ class TracedForward(TracedCode):
             requires_grad = any(needs_input_grad) if slot in self._outputs else None
             if slot in self._input_of:
                 requires_grad = needs_input_grad[self._input_indices[self._input_of[slot]]]
-            tensors[slot] = state.add_input(*self.specs[slot], requires_grad=requires_grad)
+            own = self.input_specs[self._input_of[slot]].own if slot in self._input_of else None
+            tensors[slot] = state.add_input(*self.specs[slot]._replace(own=own), requires_grad=requires_grad)
         saved = unflatten_tensors(self._saved[method], tensors)
         ctx = TorchContext(needs_input_grad, saved, on_read=state.note_flags_read)
         attributes = unflatten_tensors(self._attributes, tensors)
@@ -685,6 +747,7 @@ class TracedRule(TracedCode):
                 returned = function(ctx, list(arguments))
             else:
                 returned = function(ctx, *arguments)
+        state.check_attributes()
         returned = returned if isinstance(returned, tuple) else (returned,)
         flat = flatten_tensors((*returned, *[None] * num_added) if method == "jvp" else returned)
         self.returned: Any = flat.template
@@ -730,7 +793,7 @@ class TraceLookup(NamedTuple, Generic[_T]):
       trace: Traces the code for such arrays.
       needs_input_grad: One flag for each input of `forward`, of a Function.
       warn: Warns once.
-      state: A key of everything else that the trace depends on; `None` if there is none.
+      state: Returns a key of everything else that the trace depends on; `None` if there is none.
     """
 
     name: str
@@ -740,7 +803,7 @@ class TraceLookup(NamedTuple, Generic[_T]):
     trace: Callable[[Sequence[TensorSpec], Answerer], _T]
     needs_input_grad: tuple[bool, ...] = ()
     warn: Callable[[str], None] = warnings.warn
-    state: Hashable | None = ()
+    state: Callable[[], Hashable | None] = tuple
 
     def get(self) -> _T:
         """Returns a trace of code that reads no values of traced tensors. Raises if the code does."""
@@ -797,7 +860,8 @@ class TraceLookup(NamedTuple, Generic[_T]):
         return traced, traced.run_graph(arrays, key, answerer.values) if traced.reads else None
 
     def _cached(self, key: Any) -> list[_T]:
-        return [] if key is None else [x for x in self.cache.values(key) if x.fits(self.needs_input_grad)]
+        cached = [] if key is None else self.cache.values(key)
+        return [x for x in cached if x.fits(self.needs_input_grad) and x.is_current()]
 
     def _key(self) -> Any:
         """Returns the key in the cache; `None` if the arguments have none."""
@@ -805,10 +869,11 @@ class TraceLookup(NamedTuple, Generic[_T]):
             arguments = static_key(self.template)
         except TypeError:
             return None
-        if self.state is None:
+        state = self.state()
+        if state is None:
             return None
         integers = jax_dtype(torch.int64)  # The dtypes of what was read depend on x64.
-        return arguments, self.state, tuple(self.specs), torch_settings_key(), integers
+        return arguments, state, tuple(self.specs), torch_settings(), integers
 
     def _trace(self, key: Any, answerer: Answerer) -> _T:
         """Traces the code, and caches the trace if there is a key.
@@ -824,7 +889,9 @@ class TraceLookup(NamedTuple, Generic[_T]):
                 raise
             with checking_leaks(self.name):
                 traced = self.trace(specs, answerer)
-        if key is not None and not traced.reads_external_values:
+        # Code that has changed Python state (a list among its arguments, a counter) runs again in each call.
+        is_repeatable = not (traced.reads_external_values or traced.reads_identity) and self._key() == key
+        if key is not None and is_repeatable:
             self.cache.put(key, traced)
         return traced
 

@@ -89,10 +89,16 @@ def _importable_name(code: CodeType, module: str) -> str | None:
 
 
 @functools.lru_cache(maxsize=1024)
+def is_library_code(filename: str) -> bool:
+    """Whether a file belongs to torch, JAX, NumPy or jaxfn."""
+    return any(map(Path(filename).is_relative_to, _LIBRARIES))
+
+
+@functools.lru_cache(maxsize=1024)
 def is_user_code(filename: str) -> bool:
     """Whether a file belongs to the user, and not to torch, JAX, jaxfn or Python."""
     path = Path(filename)
-    if filename.startswith("<") or any(map(path.is_relative_to, _LIBRARIES)):
+    if filename.startswith("<") or is_library_code(filename):
         return False
     is_standard = path.is_relative_to(_STANDARD_LIBRARY)
     return not is_standard or "site-packages" in path.relative_to(_STANDARD_LIBRARY).parts

@@ -1,7 +1,7 @@
 """Indexing with traced tensors, where torch would read their values.
 
-`x[i]`, with `i` a tensor of one integer, is a gather, and `x[i] = y` a scatter. `x[mask]` is a `Selection`. torch
-handles all other indices.
+`x[i]`, with `i` a tensor of one integer, is a gather, and `x[i] = y` a scatter. `x[mask]` is a `Selection`, also for a
+mask without dimensions. torch handles all other indices.
 """
 
 from __future__ import annotations
@@ -21,6 +21,8 @@ def get_item(state: TraceState, tensor: torch.Tensor, index: Any) -> torch.Tenso
     """Returns `tensor[index]`."""
     index = _replace_masks(state, index, and_traced=state.recorder.answerer.knows_sizes)
     parts = _expand_index(tensor, index)
+    if _is_traced_flag(state, parts):
+        return get_item(state, *_with_axis_for_flag(tensor, parts))
     if _is_traced_mask(state, parts):
         return select(state, tensor, parts[0])
     if not any(_is_traced_integer(state, part) for part in parts):
@@ -33,6 +35,9 @@ def set_item(state: TraceState, tensor: torch.Tensor, index: Any, value: Any) ->
     """Implements `tensor[index] = value`."""
     index = _replace_masks(state, index)
     parts = _expand_index(tensor, index)
+    if _is_traced_flag(state, parts):
+        set_item(state, *_with_axis_for_flag(tensor, parts), value)
+        return
     if isinstance(value, Selection):
         if not _is_traced_mask(state, parts):
             raise_unsupported(state.recorder, "an assignment to an index that is not a mask")
@@ -44,6 +49,19 @@ def set_item(state: TraceState, tensor: torch.Tensor, index: Any, value: Any) ->
     gathered, remaining = _gather(state, tensor, parts)
     gathered[remaining] = value
     torch.ops.aten.index_put_(tensor, _integer_indices(state, parts), gathered)
+
+
+def _is_traced_flag(state: TraceState, parts: list[Any]) -> bool:
+    """Whether an index begins with a traced mask without dimensions."""
+    is_tensor = bool(parts) and isinstance(parts[0], torch.Tensor) and parts[0].dim() == 0
+    return is_tensor and parts[0].dtype in (torch.bool, torch.uint8) and state.is_traced(parts[0])
+
+
+def _with_axis_for_flag(tensor: torch.Tensor, parts: list[Any]) -> tuple[torch.Tensor, tuple[Any, ...]]:
+    """Returns a view with a new first axis and an index by which it has the elements that a mask without dimensions
+    selects.
+    """
+    return tensor.unsqueeze(0), (parts[0].reshape(1), *parts[1:])
 
 
 def _replace_masks(state: TraceState, index: Any, and_traced: bool = False) -> Any:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import math
+import types as types_
 from collections.abc import Callable
 from typing import Any
 
@@ -31,8 +32,8 @@ from jaxfn._torch._compat import (
     without_functions,
 )
 from jaxfn._torch.graph.numbers import TracedNumber, prepare_numbers
-from jaxfn._torch.graph.source_lines import is_user_code, running_frames, running_line, source_line
-from jaxfn._torch.trace import torch_functions
+from jaxfn._torch.graph.source_lines import is_library_code, is_user_code, running_frames, running_line, source_line
+from jaxfn._torch.trace import tensor_types, torch_functions
 from jaxfn._torch.trace.autograd_nodes import unwrap_node
 from jaxfn._torch.trace.detach import mark_detached, set_data
 from jaxfn._torch.trace.indexing import get_item, set_item
@@ -44,6 +45,7 @@ from jaxfn._torch.trace.selection_operations import call_with_selections
 from jaxfn._torch.trace.state import ACTIVE, LEAF, TraceState
 from jaxfn._torch.trace.tensor_hooks import register_hook
 from jaxfn._torch.values.errors import TranslationError
+from jaxfn._torch.values.flatten import tensors_in
 
 _Handler = Callable[["TorchFunctionInterceptor", Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
 _HANDLERS: dict[Any, _Handler] = {}
@@ -76,6 +78,9 @@ class TorchFunctionInterceptor(TorchFunctionMode):
             )
         if isinstance(func, OPERATION_TYPES):
             return _call_operation(self.state, func, args, kwargs)
+        if isinstance(func, types_.FunctionType) and not is_library_code(func.__code__.co_filename):
+            with self:
+                return tensor_types.call_overridable(func, args, kwargs)
         handler = _HANDLERS.get(func)
         return func(*args, **kwargs) if handler is None else handler(self, func, args, kwargs)
 
@@ -211,6 +216,12 @@ def _tensor_split(mode: TorchFunctionInterceptor, func: Any, args: Any, kwargs: 
 
     kwargs = {name: value if name == "input" else to_numbers(value) for name, value in kwargs.items()}
     return func(*args[:1], *map(to_numbers, args[1:]), **kwargs)
+
+
+@_handles(torch.Tensor.__eq__, torch.Tensor.eq)
+def _equal(mode: TorchFunctionInterceptor, func: Any, args: Any, kwargs: Any) -> Any:
+    """Compares elements; a module's parameter, and what represents it, are one tensor, as for a dict with it as key."""
+    return True if len(args) == 2 and tensor_types.is_same(*args) else func(*args, **kwargs)
 
 
 def _to_tensor(value: Any, dtype: torch.dtype | None) -> Any:
@@ -383,9 +394,15 @@ def _register_post_accumulate_grad_hook(mode: TorchFunctionInterceptor, func: An
     )
 
 
-@_handles(torch.autograd.grad)
+@_handles(torch.autograd.grad, torch.autograd.backward, torch.Tensor.backward)
 def _grad(mode: TorchFunctionInterceptor, func: Any, args: Any, kwargs: Any) -> Any:
-    """Implements `torch.autograd.grad` inside traced code, also for gradients at nodes of its graph."""
+    """Implements `torch.autograd.grad` inside traced code, also for gradients at nodes of its graph.
+
+    Autograd may have to track arguments of the code, for which the code is traced again.
+    """
+    for tensor in tensors_in((args, kwargs)):
+        if isinstance(tensor, FunctionalTensor) and not tensor.requires_grad:
+            mode.state.may_require_grad(tensor)
 
     def plain(value: Any) -> Any:
         if isinstance(value, torch.autograd.graph.GradientEdge):

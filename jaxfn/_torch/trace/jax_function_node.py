@@ -18,6 +18,7 @@ from jaxfn._torch._compat import original_apply
 from jaxfn._torch.graph.targets import JaxCall
 from jaxfn._torch.trace.state import TraceState
 from jaxfn._torch.values.flatten import flatten_tensors, unflatten_tensors
+from jaxfn._torch.values.trace_cache import torch_settings
 from jaxfn._tree import is_array_leaf
 
 _JaxFunction = Callable[..., Sequence[Any]]
@@ -62,6 +63,7 @@ class JaxFunctionNode:
         self.state.differentiates_functions = True
         inputs = [i for i, x in enumerate(tensors) if _is_differentiable(x.dtype)]
         num_tensors, function = len(tensors), self.function  # The graph references these only, and not `self`.
+        settings = torch_settings()
 
         def gradients(*operands: Any) -> Sequence[Any]:
             arrays, cotangents = operands[:num_tensors], operands[num_tensors:]
@@ -74,8 +76,9 @@ class JaxFunctionNode:
                 return [results[i] for i in outputs]
 
             _, pullback = jax.vjp(apply_to_inputs, *(arrays[i] for i in inputs))
-            # torch's gradients of complex numbers are the conjugates of JAX's.
-            return [jnp.conj(g) for g in pullback([jnp.conj(ct) for ct in cotangents])]
+            with settings.restored():
+                # torch's gradients of complex numbers are the conjugates of JAX's.
+                return [jnp.conj(g) for g in pullback([jnp.conj(ct) for ct in cotangents])]
 
         shapes = [(tuple(tensors[i].shape), tensors[i].dtype) for i in inputs]
         return JaxFunctionNode(self.state, gradients, f"{self.name}_backward", shapes)

@@ -7,6 +7,7 @@ begins, and restored when the last one ends. Only that happens under a lock.
 
 from __future__ import annotations
 
+import builtins
 import contextlib
 import functools
 import inspect
@@ -23,6 +24,7 @@ from torch.utils import _pytree as torch_tree
 
 from jaxfn._torch import _compat
 from jaxfn._torch.graph.source_lines import is_user_code, source_line
+from jaxfn._torch.trace import tensor_types
 from jaxfn._torch.trace.autograd_nodes import GradFn
 from jaxfn._torch.trace.detach import mark_detached
 from jaxfn._torch.trace.function_apply import apply_in_trace, look_up_attribute
@@ -236,7 +238,10 @@ def _enter_saved_tensors_hooks(state: TraceState, original: Callable[[Any], Any]
 
 def _is_called_by_user() -> bool:
     """Whether the user's code (or code without a file) called the patched name whose handler calls this function."""
-    filename = sys._getframe(3).f_code.co_filename  # pyright: ignore[reportPrivateUsage]
+    frame: Any = sys._getframe(3)  # pyright: ignore[reportPrivateUsage]
+    if frame.f_code.co_filename == tensor_types.__file__:  # Its patch of attribute access called the patched property.
+        frame = frame.f_back
+    filename: str = frame.f_code.co_filename
     return filename.startswith("<") or is_user_code(filename)
 
 
@@ -313,6 +318,14 @@ def _patches_of_function(code: str, function: Any) -> list[_Patch]:
 
 
 _PATCHES = [
+    _Patch(builtins, "type", tensor_types.patch_type),
+    _Patch(builtins, "id", tensor_types.patch_id),
+    _Patch(_compat.FunctionalTensor, "__getattribute__", tensor_types.patch_getattribute),
+    _Patch(_compat.FunctionalTensor, "__hash__", _dispatching(tensor_types.hash_tensor)),
+    *(
+        _Patch(torch.overrides, name, _dispatching(tensor_types.has_torch_function))
+        for name in ("has_torch_function", "has_torch_function_unary", "has_torch_function_variadic")
+    ),
     _Patch(_compat.APPLY_CLASS, "apply", _patch_apply),
     *(_Patch(kind, "__call__", _dispatching(_run_script)) for kind in _compat.SCRIPT_TYPES),
     _Patch(_compat.FunctionalTensor, "cuda", _dispatching(_return_tensor)),  # torch's method initializes CUDA first.

@@ -12,9 +12,11 @@ from torch.utils import _pytree as torch_tree
 
 from jaxfn._torch._compat import (
     OPERATION_TYPES,
+    PARAMETER_FLAG,
     FunctionalTensor,
     is_composite,
     plain_torch,
+    storage_id,
     without_functions,
 )
 from jaxfn._torch.graph.reads import NO_VALUES, Answerer
@@ -23,6 +25,8 @@ from jaxfn._torch.graph.targets import key_by_name, operation_name
 from jaxfn._torch.trace.detach import DETACHED, stop_detached
 from jaxfn._torch.trace.leaks import track
 from jaxfn._torch.trace.selection import Selection, raise_unsupported
+from jaxfn._torch.values.errors import TranslationError
+from jaxfn._torch.values.trace_cache import IdentityKey, capture_key
 
 LEAF = "jaxfn_leaf"  # The attribute of an argument with the leaf tensor of which it is a copy.
 
@@ -52,6 +56,50 @@ class Replacements(NamedTuple):
 
 def _is_operation(op: object) -> bool:
     return isinstance(op, (str, *OPERATION_TYPES)) or hasattr(op, "_opoverload")
+
+
+class OwnTensor:
+    """A parameter or buffer of a module, which a traced tensor represents: it has its type, attributes and identity.
+
+    Two are equal if code that does not read identities cannot distinguish them.
+    """
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.tensor = tensor
+        self.type: type[torch.Tensor] = type(tensor)
+        self.is_parameter = isinstance(tensor, torch.nn.Parameter)
+        self._attributes = dict(vars(tensor))
+        attributes = (IdentityKey(tensor), capture_key(self._attributes) or object()) if self._attributes else None
+        self._key = self.type, self.is_parameter, attributes
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, OwnTensor) and self._key == other._key
+
+    def __hash__(self) -> int:
+        return hash(self._key)
+
+    def represent_by(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Makes a traced tensor represent this one; returns it."""
+        vars(tensor).update({**self._attributes, _OWN: self})
+        if self.is_parameter:
+            vars(tensor)[PARAMETER_FLAG] = True
+        return tensor
+
+    def changed_attribute(self, tensor: torch.Tensor) -> str | None:
+        """Returns the name of an attribute that code has set or deleted, if any."""
+        before, after = self._attributes, {**vars(self.tensor), **vars(tensor)}
+        hidden = [name for name in after if name in _HIDDEN or name.startswith("jaxfn_")]
+        names = [name for name in {**before, **after} if name not in hidden]
+        return next((x for x in names if before.get(x, _HIDDEN) is not after.get(x, _HIDDEN)), None)
+
+
+_OWN = "jaxfn_own"  # The attribute of a traced tensor with the `OwnTensor` that it represents.
+_HIDDEN = (PARAMETER_FLAG, "elem", "_mode_key", "_inference_mode_base")  # Attributes of every traced tensor.
+
+
+def own_tensor(tensor: object) -> OwnTensor | None:
+    """Returns the module's own tensor that a traced tensor represents, if any."""
+    return vars(tensor).get(_OWN) if isinstance(tensor, FunctionalTensor) else None
 
 
 class NestedApply(NamedTuple):
@@ -122,6 +170,7 @@ class TraceState:
       hook_on_used_output: The line that registers a hook on a tensor that its own derivative may use, if any.
       functions: The traces of the Functions that the code applied, in order.
       differentiates_functions: Whether autograd inside the code differentiated one of them.
+      reads_identity: Whether the code read the `id` or the hash of a tensor that represents one of a module.
     """
 
     def __init__(
@@ -153,6 +202,7 @@ class TraceState:
         self.hook_on_used_output: str | None = None
         self.functions: list[Any] = []
         self.differentiates_functions = False
+        self.reads_identity = False
         self._requires_grad: dict[int, bool] = {}
         self._inputs: list[torch.Tensor] = []
 
@@ -161,6 +211,7 @@ class TraceState:
         shape: Sequence[int],
         dtype: torch.dtype,
         strides_source: str | None = None,
+        own: OwnTensor | None = None,
         requires_grad: bool | None = None,
     ) -> torch.Tensor:
         """Adds an input to the trace; `requires_grad` is the value that the code reads, for inputs of a Function."""
@@ -171,7 +222,18 @@ class TraceState:
                     tensor.requires_grad_()  # Whatever the code reads, so that autograd works inside.
                 self._requires_grad[id(tensor)] = requires_grad
         self._inputs.append(tensor)
-        return tensor
+        return tensor if own is None else own.represent_by(tensor)
+
+    def check_attributes(self) -> None:
+        """Raises if the code has set an attribute of a tensor that represents one of a module."""
+        for tensor in self._inputs:
+            own = own_tensor(tensor)
+            if own is not None and (changed := own.changed_attribute(tensor)):
+                where = self.recorder.externals.names.get(storage_id(own.tensor), "a parameter")
+                raise TranslationError(
+                    f"{self.name} sets the attribute {changed!r} of {where}. On JAX the change would be lost, since "
+                    "every call has other tensors. Return the value, or store it in a buffer of the module"
+                )
 
     def mutated_inputs(self) -> set[int]:
         """Returns the inputs whose value has changed."""

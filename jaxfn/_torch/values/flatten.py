@@ -30,7 +30,11 @@ def is_tensor(value: object) -> bool:
 
 
 def flatten_tensors(
-    value: Any, is_leaf: Callable[[Any], bool] = is_tensor, *, deduplicate: bool = False
+    value: Any,
+    is_leaf: Callable[[Any], bool] = is_tensor,
+    *,
+    deduplicate: bool = False,
+    shares_containers: bool = False,
 ) -> FlatTensors:
     """Flattens lists, tuples and dicts, at any depth, to their tensors and a template. Traced numbers in it are read.
 
@@ -38,6 +42,7 @@ def flatten_tensors(
       value: The value.
       is_leaf: Which values are leaves. Default: tensors. Containers must not be.
       deduplicate: Whether an object that occurs more than once gets a single slot.
+      shares_containers: Whether the template refers to the lists and dicts without leaves, and does not copy them.
     """
     leaves: list[Any] = []
     slots_by_id: dict[int, Slot] = {}
@@ -50,16 +55,35 @@ def flatten_tensors(
         leaves.append(leaf)
         return slots_by_id.setdefault(id(leaf), Slot(len(leaves) - 1)) if deduplicate else Slot(len(leaves) - 1)
 
-    return FlatTensors(leaves, torch_tree.tree_map(slot, value, is_leaf=is_size))
+    def is_kept(value: object) -> bool:
+        return is_size(value) or (shares_containers and _is_mutable(value) and not any(map(has_slot, _leaves(value))))
+
+    def has_slot(leaf: object) -> bool:
+        return is_leaf(leaf) or isinstance(leaf, (torch.SymFloat, torch.SymInt))
+
+    return FlatTensors(leaves, torch_tree.tree_map(slot, value, is_leaf=is_kept))
 
 
-def unflatten_tensors(template: Any, leaves: Sequence[Any] | Mapping[int, Any]) -> Any:
-    """Fills a template with leaves."""
+def _is_mutable(value: object) -> bool:
+    return isinstance(value, (list, dict))
+
+
+def _leaves(value: Any) -> list[Any]:
+    return torch_tree.tree_leaves(value, is_leaf=is_size)
+
+
+def unflatten_tensors(
+    template: Any, leaves: Sequence[Any] | Mapping[int, Any], *, shares_containers: bool = False
+) -> Any:
+    """Fills a template with leaves; see `flatten_tensors`."""
 
     def fill(leaf: Any) -> Any:
         return leaves[leaf.index] if isinstance(leaf, Slot) else leaf
 
-    return torch_tree.tree_map(fill, template, is_leaf=is_size)
+    def is_kept(value: object) -> bool:
+        return is_size(value) or (shares_containers and _is_mutable(value) and not slots(value))
+
+    return torch_tree.tree_map(fill, template, is_leaf=is_kept)
 
 
 def map_tensors(function: Callable[[Any], Any], value: Any) -> Any:

@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
+import contextlib
+import dis
+import enum
 import functools
+import logging
+import os
+import sys
 import threading
 import types
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Hashable
-from typing import Any, Generic, TypeVar, cast
+from collections.abc import Callable, Generator, Hashable, Iterable
+from typing import Any, Generic, NamedTuple, TypeVar, cast
 
 import torch
+from torch import nn
 
-from jaxfn._torch._compat import global_backward_hooks, global_forward_hooks
+from jaxfn._torch._compat import OPERATION_TYPES, global_backward_hooks, global_forward_hooks
 from jaxfn._torch.values.flatten import Slot
 from jaxfn._tree import leaf_key
 
@@ -45,13 +52,57 @@ class IdentityKey:
 _BY_VALUE = (
     IdentityKey,
     Slot,
+    enum.Enum,
     torch.dtype,
     torch.device,
     torch.layout,
     torch.memory_format,
     torch.Size,
-    types.BuiltinFunctionType,
 )
+_DEVICES = ("cpu", "cuda")
+
+
+class TorchSettings(NamedTuple):
+    """The settings of torch that code depends on, which surround a call. Hooks are those of all modules."""
+
+    dtype: torch.dtype
+    autocast: tuple[tuple[bool, torch.dtype], ...]
+    is_deterministic: tuple[bool, bool]
+    cudnn: tuple[bool, bool, bool]
+    hooks: tuple[IdentityKey, ...]
+
+    @contextlib.contextmanager
+    def restored(self) -> Generator[None]:
+        """Inside, torch has these settings (except for the hooks)."""
+        before = torch_settings()
+        try:
+            self._set(before)
+            yield
+        finally:
+            before._set(self)
+
+    def _set(self, present: TorchSettings) -> None:
+        if self == present:
+            return
+        torch.set_default_dtype(self.dtype)
+        for device, (is_enabled, dtype) in zip(_DEVICES, self.autocast, strict=True):
+            torch.set_autocast_enabled(device, is_enabled)
+            torch.set_autocast_dtype(device, dtype)
+        torch.use_deterministic_algorithms(self.is_deterministic[0], warn_only=self.is_deterministic[1])
+        cudnn = torch.backends.cudnn
+        cudnn.enabled, cudnn.benchmark, cudnn.deterministic = self.cudnn
+
+
+def torch_settings() -> TorchSettings:
+    """Returns torch's settings here, which traces depend on."""
+    cudnn = torch.backends.cudnn
+    return TorchSettings(
+        torch.get_default_dtype(),
+        tuple((torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)) for device in _DEVICES),
+        (torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()),
+        (cudnn.enabled, cudnn.benchmark, cudnn.deterministic),
+        tuple(map(IdentityKey, [*global_forward_hooks(), *global_backward_hooks()])),
+    )
 
 
 def static_key(value: Any) -> Hashable:
@@ -60,106 +111,212 @@ def static_key(value: Any) -> Hashable:
     Raises:
       TypeError: There is none: a mutable object (a module, a tensor) may have changed at the next call.
     """
-    try:
-        return _key(value)
-    except (RecursionError, ValueError) as error:  # A recursive closure, or a variable without a value yet.
-        raise TypeError(f"{type(value).__name__} is not compared by value") from error
+    return _StateKey([value]).parts
 
 
-def torch_settings_key() -> Hashable:
-    """Returns the torch settings that a trace depends on."""
-    devices = ("cpu", "cuda")
-    autocast = [(torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)) for device in devices]
-    hooks = tuple(map(IdentityKey, [*global_forward_hooks(), *global_backward_hooks()]))
-    return torch.get_default_dtype(), hooks, *autocast
+def capture_key(*functions: Any) -> Hashable | None:
+    """Returns a key of everything except their arguments that functions and classes read; `None` if there is none.
 
-
-def _key(value: Any) -> Hashable:
-    if isinstance(value, _BY_VALUE):
-        return type(value), value
-    if isinstance(value, (tuple, list)):
-        return type(value), *map(_key, cast(list[Any], value))
-    if isinstance(value, dict):
-        items = cast(dict[Any, Any], value).items()
-        return dict, *((_key(name), _key(item)) for name, item in items)
-    if isinstance(value, functools.partial):
-        return functools.partial, *map(_key, (value.func, value.args, value.keywords))
-    if isinstance(value, types.FunctionType):
-        cells = [cell.cell_contents for cell in value.__closure__ or ()]
-        bound = (cells, list(value.__defaults__ or ()), value.__kwdefaults__ or {})
-        return value.__code__, id(value.__globals__), *map(_key, bound)
-    key = leaf_key(value)
-    if key == (type(value),):
-        raise TypeError(f"{type(value).__name__} is not compared by value")
-    return key
-
-
-def capture_key(function: Callable[..., Any]) -> Hashable | None:
-    """Returns a key of everything except its arguments that a Python function reads; `None` if there is none.
-
-    The function, and those that it captures or names, read their closures, defaults, attributes and globals.
+    They, and those that they capture or name, read their closures, defaults, attributes, globals and modules.
     """
-    functions: list[types.FunctionType] = []
-
-    def comparable(value: Any) -> Any:
-        if isinstance(value, (tuple, list)):
-            return type(value), *map(comparable, cast(list[Any], value))
-        if isinstance(value, dict):
-            return dict, *((name, comparable(item)) for name, item in cast(dict[Any, Any], value).items())
-        if isinstance(value, functools.partial):
-            return functools.partial, comparable((value.func, value.args, value.keywords))
-        if isinstance(value, torch.Tensor):
-            return _tensor_key(value)
-        if _is_constant(value) or (isinstance(value, type) and issubclass(value, torch.autograd.Function)):
-            return IdentityKey(value)
-        if isinstance(value, (type, types.ModuleType)):
-            raise TypeError(f"the attributes of {value.__name__} may change")
-        if not isinstance(value, types.FunctionType):
-            return value
-        if value not in functions:
-            functions.append(value)
-        return types.FunctionType, functions.index(value)
-
-    def read_by(function: types.FunctionType) -> Hashable:
-        return function.__code__, static_key(comparable(_values_read_by(function)))
-
     try:
-        own = static_key(comparable(function))
-        return own, *[read_by(x) for x in functions]  # The list grows during the iteration.
-    except (TypeError, ValueError, RecursionError):  # A variable without a value yet, a list that contains itself.
+        return _StateKey(functions, has_tensors=True).parts
+    except TypeError:
         return None
+
+
+def reads_data(*functions: Any) -> bool:
+    """Whether functions and classes may read Python values that are neither code nor arguments."""
+    try:
+        return _StateKey(functions, has_tensors=True).has_data
+    except TypeError:
+        return True
+
+
+class _StateKey:
+    """The key of values, and of everything that functions among them read.
+
+    Of a module, only what the functions name counts; of a class or a plain object, all attributes.
+
+    Args:
+      values: The values.
+      has_tensors: Whether they may be tensors, whose values do not count.
+
+    Attributes:
+      parts: The key, in the order in which it is found.
+      has_data: Whether there are values which are neither code nor default arguments.
+    """
+
+    def __init__(self, values: Iterable[Any], has_tensors: bool = False) -> None:
+        self.has_data = False
+        self._has_tensors = has_tensors
+        self._indices: dict[int, int] = {}
+        self._functions: list[types.FunctionType] = []
+        self._modules: list[types.ModuleType] = []
+        try:
+            self.parts = self._find_parts(values)
+        except (RecursionError, ValueError) as error:  # A recursive list, or a variable without a value yet.
+            raise TypeError("a value that is not compared") from error
+
+    def _find_parts(self, values: Iterable[Any]) -> Hashable:
+        names, seen, num_read = set[str](), set[tuple[int, str]](), 0
+        parts: list[Hashable] = [self._key(value) for value in values]
+        while num_read < len(self._functions):  # The list grows, and so does that of modules.
+            for function in self._functions[num_read:]:
+                num_read += 1
+                names.update(_names_in(function.__code__).all)
+                self._has_tensors = True
+                parts.append(self._read_by(function))
+            for module in self._modules:
+                for name in sorted(names & vars(module).keys()):
+                    if (id(module), name) not in seen:
+                        seen.add((id(module), name))
+                        parts.append((id(module), name, self._key(vars(module)[name])))
+        return tuple(parts)
+
+    def _read_by(self, function: types.FunctionType) -> Hashable:
+        (_, names, imports), scope = _names_in(function.__code__), function.__globals__
+        cells = [cell.cell_contents for cell in function.__closure__ or ()]
+        values = {name: scope[name] for name in names if name in scope}
+        for name in imports:
+            for imported in (name, f"{scope.get('__package__')}.{name}"):
+                if isinstance(sys.modules.get(imported), types.ModuleType):
+                    values.setdefault(imported, sys.modules[imported])
+        has_data = self.has_data
+        bound = self._key((function.__defaults__, function.__kwdefaults__, vars(function)))
+        self.has_data = has_data
+        environment = dict(os.environ) if "environ" in names or "getenv" in names else None
+        return IdentityKey(function.__code__), id(scope), bound, *map(self._key, (cells, values, environment))
+
+    def _key(self, value: Any) -> Hashable:
+        kind = type(value)
+        if isinstance(value, torch.Tensor) and self._has_tensors:
+            return _tensor_key(value)
+        if _is_constant(value) or isinstance(value, _CONSTANT_TYPES):
+            return IdentityKey(value)
+        if isinstance(value, _BY_VALUE):
+            return kind, value
+        if isinstance(value, (staticmethod, classmethod, types.MethodType)):
+            function: Any = value
+            return kind, self._key(function.__func__), self._key(getattr(value, "__self__", None))
+        if isinstance(value, types.BuiltinMethodType) and not isinstance(value.__self__, types.ModuleType):
+            return kind, value.__name__, self._key(value.__self__)
+        if isinstance(value, functools.partial):
+            return kind, self._key((value.func, value.args, value.keywords))
+        if isinstance(value, property):
+            return kind, self._key((value.fget, value.fset))
+        if id(value) in self._indices:
+            return kind, self._indices[id(value)]
+        if isinstance(value, (tuple, list, set, frozenset)):
+            items = cast(Iterable[Any], value)
+            content = (
+                frozenset(map(self._key, items)) if isinstance(value, (set, frozenset)) else (*map(self._key, items),)
+            )
+        elif isinstance(value, dict):
+            content = (*((self._key(name), self._key(x)) for name, x in cast(dict[Any, Any], value).items()),)
+        elif isinstance(value, (types.FunctionType, types.ModuleType, type)) or _is_plain_object(value):
+            self._indices[id(value)] = len(self._indices)
+            return self._key_of_code(value)
+        else:
+            content = leaf_key(value)
+            if content == (kind,) and value is not None:
+                raise TypeError(f"{kind.__name__} is not compared by value")
+            self.has_data |= value is not None
+        return kind, content, self._key(vars(value)) if hasattr(value, "__dict__") else None
+
+    def _key_of_code(self, value: Any) -> Hashable:
+        """Returns the key of a function, a module, a class or a plain object."""
+        if isinstance(value, types.FunctionType):
+            self._functions.append(value)
+            return types.FunctionType
+        if isinstance(value, types.ModuleType):
+            self._modules.append(value)
+            return IdentityKey(value)
+        if not isinstance(value, type):
+            return IdentityKey(value), self._key(type(value)), self._key(vars(value))
+        classes = [x for x in value.__mro__ if not _is_constant(x)]
+        items = [(name, x) for part in classes for name, x in vars(part).items()]
+        return IdentityKey(value), *((name, self._key(x)) for name, x in items if name not in _IGNORED)
+
+
+_CONSTANT_TYPES = (
+    torch.jit.ScriptFunction,
+    logging.Logger,
+    *OPERATION_TYPES,
+    types.MethodDescriptorType,
+    types.MemberDescriptorType,
+    types.GetSetDescriptorType,
+    types.WrapperDescriptorType,
+)
+# Attributes of classes that do not change what code computes.
+_IGNORED = frozenset(vars(type("", (), {"__slots__": ("__dict__", "__weakref__"), "__annotations__": {}}))) | {
+    *("__abstractmethods__", "__orig_bases__", "__parameters__", "__qualname__", "_abc_impl", "_backward_cls"),
+    *("__firstlineno__", "__static_attributes__"),
+}
+
+
+class _Plain:
+    """A class whose objects have attributes only."""
+
+
+def _is_plain_object(value: object) -> bool:
+    """Whether an object has attributes and nothing else, such as a configuration."""
+    kind = type(value)
+    return (
+        hasattr(value, "__dict__") and kind.__basicsize__ == _Plain.__basicsize__ and not isinstance(value, nn.Module)
+    )
+
+
+class _Names(NamedTuple):
+    """The names and strings in code, and what it imports. `code` is referenced, so that its id is unique."""
+
+    code: types.CodeType
+    all: tuple[str, ...]
+    imported: tuple[str, ...]
+
+
+_NAMES: dict[int, _Names] = {}  # By the identity of the code, whose hash is slow.
+
+
+def _names_in(code: types.CodeType) -> _Names:
+    found = _NAMES.get(id(code))
+    if found is None:
+        found = _NAMES[id(code)] = _find_names(code)
+    return found
+
+
+def _find_names(code: types.CodeType) -> _Names:
+    names, imported, pending = set[str](), set[str](), [code]
+    while pending:
+        part = pending.pop()
+        names.update(part.co_names, (x for x in part.co_consts if isinstance(x, str)))
+        imported.update(x.argval for x in dis.get_instructions(part) if x.opname in ("IMPORT_NAME", "IMPORT_FROM"))
+        pending += [x for x in part.co_consts if isinstance(x, types.CodeType)]
+    if names & {"eval", "exec", "globals", "__dict__", "import_module"}:
+        raise TypeError(f"{code.co_name} looks names up that it computes")
+    return _Names(code, tuple(sorted(names)), tuple(sorted(imported)))
 
 
 def _tensor_key(tensor: torch.Tensor) -> Hashable:
     """Returns a key of a captured tensor except for its values, which are read at each call."""
-    is_plain = type(tensor) in (torch.Tensor, torch.nn.Parameter) and tensor.layout is torch.strided
+    is_plain = type(tensor) in (torch.Tensor, nn.Parameter) and tensor.layout is torch.strided
     if not is_plain or tensor.grad_fn is not None:
         raise TypeError("only plain tensors are compared")
     return IdentityKey(tensor), tuple(tensor.shape), tensor.stride(), tensor.dtype, tensor.requires_grad
 
 
-def _values_read_by(function: types.FunctionType) -> tuple[Any, ...]:
-    """Returns what a function reads: its closure, defaults, attributes, and the globals that its code names."""
-    names, pending = set[str](), [function.__code__]
-    while pending:
-        code = pending.pop()
-        names.update(code.co_names)
-        pending += [constant for constant in code.co_consts if isinstance(constant, types.CodeType)]
-    cells = [cell.cell_contents for cell in function.__closure__ or ()]
-    global_values = {name: function.__globals__[name] for name in sorted(names) if name in function.__globals__}
-    defaults = function.__defaults__, function.__kwdefaults__
-    return id(function.__globals__), cells, defaults, dict(vars(function)), global_values
-
-
 def _is_constant(value: Any) -> bool:
     """Whether a value is a module, function or class of a package that does not change."""
+    if isinstance(value, types.FunctionType) and value.__closure__ is not None:
+        return False
     if not isinstance(value, (types.ModuleType, types.FunctionType, type)):
         return False
     module = value.__name__ if isinstance(value, types.ModuleType) else value.__module__
     return str(module).partition(".")[0] in _CONSTANT_PACKAGES
 
 
-_CONSTANT_PACKAGES = frozenset({"torch", "numpy", "builtins", "math", "operator", "functools", "itertools", "typing"})
+_OTHER_PACKAGES = frozenset({"torch", "numpy", "jax", "jaxfn", "einops", "typing_extensions", "_pytest"})
+_CONSTANT_PACKAGES = (sys.stdlib_module_names | _OTHER_PACKAGES) - {"__main__"}
 
 
 class LRUCache(Generic[_T]):

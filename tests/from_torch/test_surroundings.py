@@ -1,0 +1,618 @@
+"""Surroundings of the call of a torch Function in converted code; types and identities of traced tensors."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import types
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from torch.overrides import handle_torch_function, has_torch_function_unary  # noqa: E402
+
+import jaxfn  # noqa: E402
+from tests.support.libraries import assert_derivatives_as_torch  # noqa: E402
+from tests.support.marks import row  # noqa: E402
+
+nn = torch.nn
+X = np.array([-1.6, 0.3, 2.5, 0.7], np.float32)
+TRANSFORMS = pytest.mark.parametrize("transform", [lambda f: f, jax.jit], ids=["eager", "jit"])
+
+
+def numbers(value: Any) -> np.ndarray:
+    return value.detach().numpy() if isinstance(value, torch.Tensor) else np.asarray(value)
+
+
+def assert_as_torch(run: Any, *arrays: Any, convert: Any = jaxfn.from_torch, rtol: float = 1e-5) -> None:
+    """Compares outputs, and gradients by the first argument of a weighted sum of them, eagerly and compiled."""
+    tensors = [torch.tensor(x) for x in arrays]
+    expected = run(tensors[0].requires_grad_(), *tensors[1:])
+    weights = np.cos(np.arange(expected.numel(), dtype=np.float32)).reshape(expected.shape)
+    (gradient,) = torch.autograd.grad((expected * torch.tensor(weights)).sum(), tensors[0])
+    converted = convert(run)
+    for transform in (lambda f: f, jax.jit):
+        value = transform(converted)(*map(jnp.asarray, arrays))
+        np.testing.assert_allclose(value, numbers(expected), rtol=rtol)
+        found = transform(jax.grad(lambda *x: (converted(*x) * weights).sum()))(*map(jnp.asarray, arrays))
+        np.testing.assert_allclose(found, numbers(gradient), rtol=rtol, atol=1e-6)
+
+
+# --- torch's settings around a call.
+
+
+class CastToHalf(torch.autograd.Function):
+    @staticmethod
+    @torch.amp.custom_fwd(device_type="cpu", cast_inputs=torch.float16)
+    def forward(ctx, x):
+        return x.float() * 1
+
+    @staticmethod
+    @torch.amp.custom_bwd(device_type="cpu")
+    def backward(ctx, grad):
+        return grad * (2 if torch.is_autocast_enabled("cpu") else 3)
+
+
+class Product(torch.autograd.Function):
+    """Asks for the flags, so it is traced again for a derivative by one input, in the same settings."""
+
+    @staticmethod
+    def forward(ctx, x, w):
+        if ctx.needs_input_grad[0]:
+            ctx.save_for_backward(w)
+        product = x @ w
+        return product.float() + 1000 * (product.dtype == torch.bfloat16) + 100 * ctx.needs_input_grad[1]
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad @ ctx.saved_tensors[0].T * (3 if torch.is_autocast_enabled("cpu") else 2), None
+
+
+class Settings(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        is_deterministic, dtype = torch.are_deterministic_algorithms_enabled(), torch.get_default_dtype()
+        return x * (2 if is_deterministic else 3) + (10 if dtype is torch.float64 else 0)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad * (2 if torch.are_deterministic_algorithms_enabled() else 3)
+
+
+@contextlib.contextmanager
+def other_settings():
+    torch.use_deterministic_algorithms(True)
+    torch.set_default_dtype(torch.float64)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(False)
+        torch.set_default_dtype(torch.float32)
+
+
+def cast_by_autocast(x):
+    with torch.autocast("cpu", dtype=torch.float16):
+        return CastToHalf.apply(x)
+
+
+def product_by_autocast(x):
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        return Product.apply(x[None], torch.ones(4, 2))
+
+
+def with_other_settings(x):
+    with other_settings():
+        y = Settings.apply(x)
+    return y + Settings.apply(x)
+
+
+@row("H23")
+@pytest.mark.parametrize("run", [cast_by_autocast, product_by_autocast, with_other_settings])
+def test_a_function_runs_in_the_settings_around_its_call(run: Any):
+    assert_as_torch(run, np.array([1e6, 1.23456789, 1e-9, 3], np.float32), rtol=1e-2 if "product" in str(run) else 1e-6)
+
+
+@row("H23")
+def test_autograd_inside_runs_backward_in_its_own_settings():
+    def run(x):
+        x = x * 1
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            y = Product.apply(x[None], torch.ones(4, 2)).sum()
+            (with_autocast,) = torch.autograd.grad(y, x, retain_graph=True)
+        return with_autocast + 10 * torch.autograd.grad(y, x)[0]
+
+    converted, expected = jaxfn.from_torch(run), run(torch.tensor(X, requires_grad=True))
+    np.testing.assert_allclose(converted(X), expected, rtol=1e-2)
+    np.testing.assert_allclose(jax.jit(converted)(X), expected, rtol=1e-2)
+
+
+# --- Python state.
+
+FLAGS = {"quantize": True, "scale": 1.0}
+
+
+@contextlib.contextmanager
+def flags(**changed: Any):
+    before = dict(FLAGS)
+    FLAGS.update(changed)
+    try:
+        yield
+    finally:
+        FLAGS.update(before)
+
+
+class Quantize(torch.autograd.Function):
+    factor = 1.0
+
+    @staticmethod
+    def forward(ctx, x):
+        return (x.round() if FLAGS["quantize"] else x * 1) * Quantize.factor
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad * FLAGS["scale"] * Quantize.factor
+
+
+class ByConfiguration(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, config):
+        ctx.bits = config.bits
+        return x * config.bits
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad * ctx.bits, None
+
+
+class QuantizingNet(nn.Module):
+    def forward(self, x):
+        return Quantize.apply(x)
+
+
+CONVERTED = {
+    "Function": lambda: jaxfn.from_torch(Quantize).apply,
+    "function": lambda: jaxfn.from_torch(lambda x: Quantize.apply(x)),
+    "module": lambda: jaxfn.from_torch(QuantizingNet()),
+}
+
+
+def switched_between_calls(x):
+    low = Quantize.apply(x)
+    with flags(quantize=False, scale=3.0):  # backward runs later
+        full = Quantize.apply(x)
+    return low + 10 * full
+
+
+def configured_for_each_call(x):
+    config, total = types.SimpleNamespace(bits=0), 0
+    for config.bits in (2, 4, 8):
+        total = total + config.bits * ByConfiguration.apply(x, config)
+    return total
+
+
+@row("H23")
+@pytest.mark.parametrize("run", [switched_between_calls, configured_for_each_call])
+def test_python_state_may_change_between_two_calls_in_one_trace(run: Any):
+    assert_as_torch(run, X)
+
+
+@row("H2", "I6")
+@pytest.mark.parametrize("name", [*CONVERTED])
+def test_python_state_may_change_between_calls_outside_jit(name: str, monkeypatch: pytest.MonkeyPatch):
+    converted = CONVERTED[name]()
+    for quantize, factor in [(True, 1.0), (False, 1.0), (False, 3.0), (True, 1.0)]:
+        monkeypatch.setattr(Quantize, "factor", factor)
+        with flags(quantize=quantize):
+            np.testing.assert_allclose(converted(X), factor * (np.round(X) if quantize else X), rtol=1e-6)
+            np.testing.assert_allclose(jax.grad(lambda x: converted(x).sum())(X), factor)
+
+
+@row("H23")
+@pytest.mark.parametrize("name", [*CONVERTED])
+def test_python_state_may_change_between_forward_and_backward(name: str):
+    converted = CONVERTED[name]()
+    for scale in (2.0, 3.0, 2.0, 5.0):
+        _, pullback = jax.vjp(converted, jnp.asarray(X))
+        with flags(scale=scale):
+            np.testing.assert_allclose(pullback(jnp.ones(4))[0], scale)
+
+
+@row("H23")
+def test_an_object_on_ctx_may_change_before_backward():
+    class Configured(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x, config):
+            ctx.config = config
+            return x * config.factor
+
+        @staticmethod
+        def backward(ctx, grad):
+            return grad * ctx.config.factor, None
+
+    config = types.SimpleNamespace()
+    for scale in (3.0, 4.0, 3.0, 5.0):
+        config.factor = 2.0
+        y, pullback = jax.vjp(lambda x: jaxfn.from_torch(Configured).apply(x, config), 1.0)
+        config.factor = scale
+        assert (y, pullback(1.0)[0]) == (2, scale)
+
+
+@row("H23")
+def test_forward_mode_belongs_to_the_call():
+    class Pushes(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x * 1
+
+        @staticmethod
+        def jvp(ctx, tangent):
+            return tangent * (2 if torch.is_autocast_enabled("cpu") else 3)
+
+    def run(x):
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            return Pushes.apply(x)
+
+    assert jax.jvp(jaxfn.from_torch(run), (1.0,), (1.0,))[1] == 2
+
+
+@row("H23")
+def test_a_trace_after_the_call_raises_if_the_state_has_changed():
+    """The flags of the inputs are known when the translation runs."""
+
+    class Asks(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x * (1 if ctx.needs_input_grad[0] else FLAGS["scale"])
+
+        @staticmethod
+        def backward(ctx, grad):
+            return grad
+
+    def run(x):
+        with flags(scale=2.0):
+            return Asks.apply(x)
+
+    with pytest.raises(jaxfn.TranslationError, match="Asks.forward .* has changed since .* argument of apply"):
+        jaxfn.from_torch(run)(X)
+
+
+# --- Containers among the arguments.
+
+
+class Recording(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, log):
+        log.append(x.shape[0])
+        return x * 3
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad * 3, None
+
+
+class Replacing(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, items):
+        items[0] = items[0] * 2
+        return x + items[0]
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad, None
+
+
+@row("L4")
+def test_what_forward_appends_to_a_list_is_seen_after_the_call():
+    def run(x):
+        log = []
+        y = Recording.apply(Recording.apply(x, log), log)
+        return y * (1 + len(log))
+
+    assert_as_torch(run, X)
+    log: list[int] = []
+    for _ in range(2):
+        jaxfn.from_torch(Recording).apply(X, log)
+    assert log == [4, 4]
+
+
+@row("L4")
+def test_a_native_forward_gets_the_very_list():
+    class Logged(jaxfn.Function):
+        @staticmethod
+        def forward(ctx, x, log):
+            log.append(3)
+            return x * 3
+
+        @staticmethod
+        def backward(ctx, grad):
+            return grad * 3, None
+
+    log: list[int] = []
+    Logged.apply(jnp.ones(3), log)
+    np.testing.assert_array_equal(jax.grad(lambda x: Logged.apply(x, log).sum())(X), 3)
+    assert log == [3] * len(log) != [3]
+
+
+class ReplacingNatively(jaxfn.Function):
+    @staticmethod
+    def forward(ctx, x, items):
+        items.append(x)
+        return x
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad, None
+
+
+@row("L4")
+@pytest.mark.parametrize(
+    "apply",
+    [
+        ReplacingNatively.apply,
+        lambda x, items: jaxfn.from_torch(Replacing).apply(x, items),
+        lambda x, items: jaxfn.from_torch(lambda x, items: Replacing.apply(x, items))(x, items),
+    ],
+    ids=["native", "Function", "function"],
+)
+def test_a_changed_list_of_arrays_raises(apply: Any):
+    with pytest.raises((NotImplementedError, jaxfn.TranslationError), match="forward change.*'items'"):
+        apply(X, [jnp.ones(4)])
+
+
+# --- The type of a traced tensor.
+
+
+@functools.singledispatch
+def dispatched(x):
+    return 0 * x
+
+
+@dispatched.register(torch.Tensor)
+def _(x):
+    return x * 2
+
+
+def overridable(x):
+    if has_torch_function_unary(x):
+        return handle_torch_function(overridable, (x,), x)
+    return x[x > 0].sum() * type(x)([3.0])
+
+
+def by_type(x):
+    class Meta(type):
+        pass
+
+    made = Meta("Made", (), {})
+    assert isinstance(made, type) and issubclass(Meta, type) and type(made) is Meta and type(int) is type
+    return x * 2 if type(x) is torch.Tensor and type(x.dim()) is int else x * 3
+
+
+TYPES = {
+    "type": by_type,
+    "class": lambda x: x * 2 if x.__class__ is torch.Tensor else x * 3,
+    "a dict": lambda x: {torch.Tensor: torch.sin}.get(type(x), torch.cos)(x),
+    "singledispatch": dispatched,
+    "constructor": lambda x: x * type(x)([1.0, 2.0, 3.0, 4.0]),
+    "has_torch_function": lambda x: x * (3 if torch.overrides.has_torch_function((x,)) else 2),
+    "handle_torch_function": overridable,
+}
+
+
+@row("H24")
+@pytest.mark.parametrize("name", [*TYPES])
+def test_a_traced_tensor_has_the_type_that_torch_gives_it(name: str):
+    assert_as_torch(TYPES[name], X)
+    assert type.__name__ == "type" and type is int.__class__  # It was restored.
+
+
+@row("H24")
+def test_the_type_in_the_methods_of_a_function():
+    class Double(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x, factor):
+            ctx.factor = factor if type(factor) == torch.Tensor else torch.tensor(float(factor))  # noqa: E721
+            return x * ctx.factor
+
+        @staticmethod
+        def backward(ctx, grad):
+            return grad * ctx.factor * (1 if type(grad) is torch.Tensor else 100), None
+
+    apply = jaxfn.from_torch(Double).apply
+    assert_as_torch(lambda x: Double.apply(x, 2.0), X, convert=lambda run: lambda x: apply(x, 2.0))
+
+
+# --- Type, identity and attributes of parameters.
+
+RATES: dict[Any, float] = {}
+RATES_BY_ID: dict[int, float] = {}
+
+
+class Weighted(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, w):
+        ctx.save_for_backward(w)
+        return (
+            x * w * getattr(w, "scale", 1.0) * (2 if isinstance(w, nn.Parameter) else 3) * RATES_BY_ID.get(id(w), 1.0)
+        )
+
+    @staticmethod
+    def backward(ctx, grad):
+        (w,) = ctx.saved_tensors
+        if hasattr(w, "main_grad"):
+            w.main_grad = grad
+        return grad * getattr(w, "scale", 1.0), grad
+
+
+class Net(nn.Module):
+    def __init__(self, rule):
+        super().__init__()
+        self.rule = rule
+        self.weight, self.other = (nn.Parameter(torch.tensor(X * factor)) for factor in (1, 2))
+        self.weight.scale = 4.0
+        self.register_buffer("running", torch.tensor(X + 1))
+        self.running.scale = 5.0
+        self.rates, self.rates_by_id = {self.weight: 6.0}, {id(self.weight): 7.0}
+        self.group = {self.other}
+
+    def forward(self, x):
+        return self.rule(self, x)
+
+
+KNOWN = {
+    "isinstance": lambda net, x: x * net.weight * (2 if isinstance(net.weight, nn.Parameter) else 3),
+    "type": lambda net, x: x * net.weight * (2 if type(net.weight) is nn.Parameter else 3),
+    "attribute": lambda net, x: x * net.weight * getattr(net.weight, "scale", 1.0),
+    "attribute of a buffer": lambda net, x: x * net.weight * getattr(net.running, "scale", 1.0),
+    "key": lambda net, x: x * net.weight * net.rates.get(net.weight, 1.0),
+    "keys": lambda net, x: sum(x * key * rate for key, rate in net.rates.items()),
+    "id": lambda net, x: x * net.weight * net.rates_by_id.get(id(net.weight), 1.0),
+    "set": lambda net, x: sum(x * w for w in net.group) * (2 if net.other in net.group else 3) * net.weight,
+    "global key": lambda net, x: x * net.weight * RATES.get(net.weight, 1.0) * RATES.get(net.other, 2.0),
+    "Function": lambda net, x: Weighted.apply(x, net.weight) + Weighted.apply(x, net.other),
+}
+
+
+@row("I8")
+@TRANSFORMS
+@pytest.mark.parametrize("name", [*KNOWN])
+def test_a_parameter_is_known_as_in_torch(name: str, transform: Any, monkeypatch: pytest.MonkeyPatch):
+    module = Net(KNOWN[name])
+    monkeypatch.setitem(RATES, module.weight, 8.0)
+    monkeypatch.setitem(RATES_BY_ID, id(module.other), 9.0)
+    net, x = jaxfn.from_torch(module), X + 2
+    for scale in (4.0, 5.0):  # It is read at each call.
+        module.weight.scale = scale
+        expected = module(torch.tensor(x))
+        gradients = torch.autograd.grad(expected.sum(), [module.weight, module.other], allow_unused=True)
+        output, _ = transform(lambda p: net.apply(p, net.buffers, x))(net.parameters)
+        np.testing.assert_allclose(output, numbers(expected), rtol=1e-5)
+        found = transform(jax.grad(lambda p: net.apply(p, net.buffers, x)[0].sum()))(net.parameters)
+        for key, gradient in zip(("weight", "other"), gradients, strict=True):
+            np.testing.assert_allclose(found[key], 0 if gradient is None else numbers(gradient), rtol=1e-5)
+
+
+class Doubling(nn.Parameter):
+    def twice(self):
+        return self * 2
+
+
+class Adding(nn.Parameter):
+    def __mul__(self, other):
+        return torch.add(self, other)
+
+
+@row("I8")
+def test_a_subclass_of_parameter_has_its_methods():
+    module = Net(lambda net, x: x * net.own.twice() * (2 if isinstance(net.own, Doubling) else 3))
+    module.own = Doubling(torch.tensor(X))
+    np.testing.assert_allclose(jaxfn.from_torch(module)(X), numbers(module(torch.tensor(X))), rtol=1e-6)
+
+
+@row("I8")
+def test_a_subclass_that_redefines_methods_of_tensors_raises():
+    module = Net(lambda net, x: net.own * x)
+    module.own = Adding(torch.tensor(X))
+    with pytest.raises(jaxfn.TranslationError, match="own is a Adding, which redefines __mul__ of torch.Tensor"):
+        jaxfn.from_torch(module)(X)
+
+
+def sets_an_attribute(net, x):
+    net.weight.seen = True
+    return x * net.weight
+
+
+@row("I8")
+def test_an_attribute_that_is_set_raises():
+    module = Net(sets_an_attribute)
+    with pytest.raises(jaxfn.TranslationError, match="Net sets the attribute 'seen' of weight"):
+        jaxfn.from_torch(module)(X)
+    module = Net(KNOWN["Function"])
+    module.weight.main_grad = None
+    net = jaxfn.from_torch(module)
+    with pytest.raises(jaxfn.TranslationError, match="Weighted sets the attribute 'main_grad' of weight"):
+        jax.grad(lambda p: net.apply(p, net.buffers, X)[0].sum())(net.parameters)
+
+
+# --- Masks without dimensions.
+
+
+class StraightThrough(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        return x.sign()
+
+    @staticmethod
+    def backward(ctx, grad):
+        (x,) = ctx.saved_tensors
+        grad = grad.clone()
+        grad[x.abs() > 1] = 0
+        return grad
+
+
+@row("H3")
+@TRANSFORMS
+def test_a_mask_of_a_scalar(transform: Any):
+    apply = jaxfn.from_torch(StraightThrough).apply
+    np.testing.assert_array_equal(transform(jax.vmap(jax.grad(apply)))(jnp.array([0.5, 2.0])), [1, 0])
+    assert transform(jax.grad(apply))(2.0) == 0
+
+
+@row("H3")
+@pytest.mark.parametrize("value", [0.5, 2.0, -1.0])
+def test_masks_without_dimensions(value: float):
+    def run(x):
+        y, z, w, u = x.clone(), torch.ones(2), torch.zeros(3, 2), x.clone()
+        y[x > 1] = 7
+        z[x > 1] = x
+        w[x.abs() > 0.7] = x * torch.ones(2)
+        u[x < 0] = u[x < 0] * 2
+        return y + z.sum() + w.sum() + u + x[x > 1].sum()
+
+    assert_as_torch(run, np.array(value, np.float32))
+
+
+# --- Derivatives inside, by an argument.
+
+
+def penalty(x):
+    (slope,) = torch.autograd.grad((x * x).sin().sum(), x, create_graph=True)
+    return (slope**2).sum()
+
+
+def equation(x):
+    (slope,) = torch.autograd.grad(x.tanh().sum(), x, create_graph=True)
+    (curvature,) = torch.autograd.grad(slope.sum(), x, create_graph=True)
+    return (slope * curvature).sum()
+
+
+@row("H15")
+@pytest.mark.usefixtures("double_precision")
+@pytest.mark.parametrize("run", [penalty, equation])
+def test_a_gradient_inside_by_an_argument(run: Any):
+    assert_derivatives_as_torch(jaxfn.from_torch(run), run, [X.astype(float)])
+
+
+@row("H15")
+def test_a_gradient_inside_a_module_by_its_argument():
+    class Penalty(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layers = nn.Sequential(nn.Linear(4, 3), nn.Tanh(), nn.Linear(3, 1))
+
+        def forward(self, x):
+            (slope,) = torch.autograd.grad(self.layers(x).sum(), x, create_graph=True)
+            return (slope**2).sum()
+
+    module = Penalty()
+    net, x = jaxfn.from_torch(module), torch.tensor(X, requires_grad=True)
+    expected = torch.autograd.grad(module(x), [x, *module.parameters()], allow_unused=True)
+    found = jax.grad(lambda x, p: net.apply(p, {}, x)[0], (0, 1))(jnp.asarray(X), net.parameters)
+    for name, gradient in zip(dict(module.named_parameters()), expected[1:], strict=True):
+        np.testing.assert_allclose(found[1][name], 0 if gradient is None else gradient, rtol=1e-4, atol=1e-6)
+    np.testing.assert_allclose(found[0], expected[0], rtol=1e-4, atol=1e-6)
