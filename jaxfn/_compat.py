@@ -296,12 +296,10 @@ def lower_jaxpr(jaxpr: Any) -> Any:
 
 
 def inner_jaxpr(eqn: Any) -> Any:
-    """Returns what an eqn of JAX's experimental checkpoint or custom derivatives computes; `None` for other eqns.
+    """Returns what an eqn "call_hi_primitive" computes, of JAX's experimental checkpoint or custom derivatives.
 
     These eqns have no jaxpr among their params (0.12.0).
     """
-    if eqn.primitive.name != "call_hi_primitive":
-        return None
     return make_jaxpr(
         lambda *operands: eqn.primitive.bind(*operands, **eqn.params),
         *[zeros_of(operand.aval) for operand in eqn.invars],

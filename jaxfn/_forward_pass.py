@@ -424,10 +424,7 @@ def input_names(spec: CallSpec) -> list[str]:
 
 
 def call_forward(
-    spec: CallSpec,
-    arrays: Sequence[Any],
-    perturbed: tuple[bool, ...],
-    use_vmap: bool = True,
+    spec: CallSpec, arrays: Sequence[Any], perturbed: tuple[bool, ...], use_vmap: bool = True
 ) -> tuple[ContextState, FunctionCtx, ForwardOutputs]:
     """Calls the user's `forward`; returns the ctx that it filled and its outputs, without the Function's rule."""
     methods, inputs = spec.methods, spec.inputs

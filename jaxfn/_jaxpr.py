@@ -193,6 +193,7 @@ subjaxpr_rules: dict[Primitive | str, Callable[[Any], list[SubJaxpr]]] = {
     "shard_map": partial(_call, kind="shard_map", param="jaxpr"),
     "custom_vmap_call": partial(_call, kind="call", param="call"),
     "composite": partial(_call, kind="call", param="jaxpr"),
+    "call_hi_primitive": lambda eqn: [_subjaxpr(inner_jaxpr(eqn), eqn, "call", range(len(eqn.invars)))],
 }
 
 
@@ -267,8 +268,7 @@ def unchanged_operand(eqn: Any, result: int) -> int | None:
         return None if is_moved or eqn.params["copy_semantics"][result].name != "REUSE_INPUT" else result
     if not is_any_of(eqn, _TRANSPARENT_CALLS):
         return None
-    inner = subjaxprs(eqn)
-    jaxpr = inner[0].jaxpr if inner else open_jaxpr(inner_jaxpr(eqn))[0]
+    jaxpr = subjaxprs(eqn)[0].jaxpr
     producers = {v: (inner_eqn, i) for inner_eqn in jaxpr.eqns for i, v in enumerate(inner_eqn.outvars)}
     atom = jaxpr.outvars[result]
     while is_variable(atom) and atom in producers:

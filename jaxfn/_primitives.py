@@ -8,6 +8,7 @@ identity that raises where a derivative of its results is used.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, NoReturn
 
@@ -140,21 +141,16 @@ subjaxpr_rules[linear_map_p] = partial(traced_impl, param="linear_map")
 
 
 @jax.tree_util.register_static
+@dataclass(frozen=True)
 class DeferredError:
-    """An error that is raised where a derivative is used, not where it is only computed and dropped.
+    """An error, of a class and with a text, that is raised where a derivative is used; not where it is dropped."""
 
-    Args:
-      error: The class of the exception.
-      message: Its text.
-    """
-
-    def __init__(self, error: type[Exception], message: str) -> None:
-        self._error = error
-        self._message = message
+    error: type[Exception]
+    message: str
 
     def throw(self) -> NoReturn:
         """Raises the error."""
-        raise self._error(self._message)
+        raise self.error(self.message)
 
 
 class ErrorMap(LinearMap):

@@ -181,16 +181,12 @@ def _can_read_eqns() -> bool:
         )
         return y
 
-    jax.make_jaxpr(probe)(jax.ShapeDtypeStruct((), np.float32))
+    try:
+        jax.make_jaxpr(probe)(jax.ShapeDtypeStruct((), np.float32))
+    except Exception:
+        return False
     return found == [True]
 
 
-def _works(test: Callable[[], bool]) -> bool:
-    try:
-        return test()
-    except Exception:
-        return False
-
-
-CAN_READ_EQNS = _works(_can_read_eqns)
+CAN_READ_EQNS = _can_read_eqns()
 """Whether this JAX lets the eqns of a jaxpr be read while it is traced."""

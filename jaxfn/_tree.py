@@ -142,7 +142,7 @@ class TreeSpec:
     Args:
       treedef: The treedef; `None` if the value is its own single leaf.
       leaves: The static leaves, and markers for the arrays.
-      value: The value, if it is to be passed on as the very object: code may store something in a list or dict.
+      value: The value, if it is to be passed on as the very object: code may write to it.
     """
 
     __slots__ = ("_key", "_value", "are_refs", "leaves", "num_arrays", "treedef")
@@ -195,9 +195,8 @@ class TreeSpec:
 
     @property
     def is_mutable(self) -> bool:
-        """Whether it is a copy that has lists, dicts or nodes of other classes, to which code may write."""
-        is_copy = self.treedef is not None and self._value is None
-        return is_copy and not (_has_plain_containers(self.treedef) and not has_lists_or_dicts(self.treedef))
+        """Whether it is a copy to which code may write."""
+        return self.treedef is not None and self._value is None and is_writable(self.treedef)
 
     def mutated_path(self, value: Any, arrays: Sequence[Any], known: Sequence[Any]) -> str | None:
         """Returns the path at which a value that `unflatten` built from `arrays` has a leaf that is in neither list."""
@@ -234,8 +233,8 @@ class TreeSpec:
 
     def key(self) -> tuple[object, ...] | None:
         """Returns a hashable value that identifies this spec; `None` if some part is not compared by value."""
-        is_plain = self.treedef is None or _has_plain_containers(self.treedef)
-        if self._key is None and is_plain and self._value is None:
+        is_new = self._key is None and self._value is None
+        if is_new and (self.treedef is None or _has_plain_containers(self.treedef)):
             keys = [leaf_key(leaf) for leaf in self.leaves]
             if all(len(key) > 1 for key in keys):
                 self._key = (self.treedef, *keys)
@@ -271,10 +270,11 @@ def _has_plain_containers(treedef: Any) -> bool:
     return is_plain and all(map(_has_plain_containers, treedef.children()))
 
 
-def has_lists_or_dicts(treedef: Any) -> bool:
-    """Whether a tree has lists or dicts, to which code may write."""
+def is_writable(treedef: Any) -> bool:
+    """Whether a tree has lists, dicts or nodes of other classes than tuples, to which code may write."""
     node = treedef.node_data()
-    return node is not None and (node[0] in (list, dict) or any(map(has_lists_or_dicts, treedef.children())))
+    is_tuple = node is None or node[0] is type(None) or (issubclass(node[0], tuple) and node[1] is None)
+    return not is_tuple or any(map(is_writable, treedef.children()))
 
 
 def leaf_key(leaf: Any) -> tuple[object, ...]:
@@ -330,11 +330,10 @@ def _with_sortable_dicts(value: Any) -> Any:
 
 
 def flatten_input(value: Any) -> tuple[Sequence[Any], TreeSpec]:
-    """Flattens an input of `forward`. Lists and dicts without arrays are passed to it as the very objects."""
+    """Flattens an input of `forward`. What code may write to, without arrays, is passed to it as the very object."""
     leaves, spec = flatten(value)
-    if leaves or spec.treedef is None or not has_lists_or_dicts(spec.treedef):
-        return leaves, spec
-    return (), TreeSpec(spec.treedef, spec.leaves, value)
+    is_same = not leaves and spec.treedef is not None and is_writable(spec.treedef)
+    return leaves, TreeSpec(spec.treedef, spec.leaves, value) if is_same else spec
 
 
 def flatten(value: Any) -> tuple[Sequence[Any], TreeSpec]:
