@@ -15,7 +15,7 @@ import pytest
 
 import jaxfn
 from tests.support.contexts import CONTEXTS
-from tests.support.marks import CACHES_TRACES, cells, row
+from tests.support.marks import CACHES_TRACES, TRACES_ALWAYS, cells, row
 
 EVERY_CONTEXT = pytest.mark.parametrize("context", CONTEXTS)
 X = jnp.array([0.3, -1.2, 0.7], jnp.float32)
@@ -148,6 +148,7 @@ def number_loss(number):
     NUMBERS,
     EAGER_DERIVATIVES,
 )  # fmt: skip
+@TRACES_ALWAYS
 def test_a_python_number_computed_from_a_differentiated_input_raises(number, derivative):
     """Its derivative would be zero."""
     with pytest.raises((TypeError, RuntimeError), match=rf"Number\.forward.*{NUMBERS[number][1]}"):
@@ -517,6 +518,7 @@ class ScaledByNumPy(jaxfn.Function):
     [(1 / np.sqrt(16), 4, "float"), (0.25, np.int64(4), "int"), (np.float32(0.25), 4, "float")],
     ids=["branch", "shape", "branch on float32"],
 )
+@TRACES_ALWAYS
 def test_a_numpy_scalar_that_jax_traces_gets_a_hint(scale, size, hint, context):
     """`1 / np.sqrt(n)` is an array to JAX; a Python number would be static."""
     gradient = jax.grad(CONTEXTS[context](lambda x: ScaledByNumPy.apply(x, scale, size).sum()))
@@ -680,6 +682,7 @@ def alive_after(uses, make):
     ids=["all others", "grad scan"],
 )
 @pytest.mark.usefixtures("few_objects")
+@CACHES_TRACES
 def test_a_function_defined_inside_a_traced_function_is_freed_with_it(uses):
     """Freed as early as what a hand-written custom_vjp closes over, and at the latest when JAX's caches are cleared."""
     ours, ours_cleared = alive_after(uses, function_of)

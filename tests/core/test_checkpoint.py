@@ -16,7 +16,7 @@ from jax.sharding import PartitionSpec as P
 import jaxfn
 from tests.support.cases import on_host, residual_bytes
 from tests.support.contexts import CONTEXTS
-from tests.support.marks import EXPERIMENTAL, cells, row
+from tests.support.marks import EXPERIMENTAL, HIGH_PRIMITIVES, TRACES_ALWAYS, cells, row
 
 X = np.linspace(-0.9, 1.1, 4, dtype=np.float32)
 
@@ -254,6 +254,7 @@ SHARDED: dict[str, Callable[..., Any]] = {
     [*COLLECTIVE, "linear", "clipped"],
     [True, False],
 )
+@HIGH_PRIMITIVES
 def test_rules_that_use_the_name_of_a_mesh_axis(program, rule, check_vma):
     change = COLLECTIVE[rule] if rule in COLLECTIVE else RULES[rule][0]
     mesh = jax.make_mesh((len(X),), ("i",), axis_types=(jax.sharding.AxisType.Auto,))
@@ -276,6 +277,7 @@ def test_rules_that_use_the_name_of_a_mesh_axis(program, rule, check_vma):
 
 
 @row("E2")
+@HIGH_PRIMITIVES
 def test_a_derivative_of_what_an_eager_shard_map_stages_raises():
     """JAX takes no `custom_vjp` with symbolic zeros there, and `ctx.needs_input_grad` needs them."""
     mesh = jax.make_mesh((len(X),), ("i",), axis_types=(jax.sharding.AxisType.Auto,))
@@ -290,6 +292,7 @@ def test_a_derivative_of_what_an_eager_shard_map_stages_raises():
 
 
 @row("D9", "L1")
+@TRACES_ALWAYS
 def test_a_backward_that_raises_says_so_itself():
     @jaxfn.function
     def exp(ctx, x, w):

@@ -13,7 +13,7 @@ from jax.lax import stop_gradient
 
 import jaxfn
 from tests.support.contexts import CONTEXTS, eager
-from tests.support.marks import cells, row, slow
+from tests.support.marks import HIGH_PRIMITIVES, cells, row, slow
 
 # --- collectives over a vmapped axis name, in forward, jvp and backward
 
@@ -340,6 +340,7 @@ def test_collectives_in_backward_alone(collective, rules):
 
 
 @row("D3", "E1c")
+@HIGH_PRIMITIVES
 def test_a_saved_intermediate_of_a_collective():
     """A second derivative runs forward again, where JAX does not know the axis; right inside the vmap."""
 

@@ -10,7 +10,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 import jaxfn
 from tests.support.cases import CASES, loss_of, make_args, residual_bytes, with_attributes
-from tests.support.marks import cells, row, slow
+from tests.support.marks import HIGH_PRIMITIVES, cells, row, slow
 from tests.support.transformations import BATCH, POLICIES, over_batch, over_steps
 
 BY_NAME = {case.name: case for case in CASES}
@@ -171,6 +171,7 @@ def _named(saves):
     ["inner", "outer"],
     [jnp.sum, jnp.sin, jnp.exp],
 )
+@HIGH_PRIMITIVES
 def test_a_policy_finds_the_names_of_results_and_none_inside_a_call(saves, name, after):
     """Compares with hand-written rules, whose `fwd` is seen by a policy."""
     ours, hand_written = _named(saves)

@@ -22,7 +22,7 @@ from tests.support.either_library import (
     in_each_library,
     in_every_context,
 )
-from tests.support.marks import EXPERIMENTAL, cells, row
+from tests.support.marks import EXPERIMENTAL, TRACES_ALWAYS, cells, row
 
 EVERY_CONTEXT = pytest.mark.parametrize("context", CONTEXTS)
 
@@ -32,6 +32,7 @@ EVERY_CONTEXT = pytest.mark.parametrize("context", CONTEXTS)
 
 @row("B2")
 @in_each_library
+@TRACES_ALWAYS
 def test_setup_context_gets_all_inputs_with_their_defaults(lib):
     seen = []
 
@@ -523,6 +524,7 @@ def test_marking_what_is_not_an_output_warns_once(transformation):
     [(lambda y: y, ()), (lambda y: y.astype(y.dtype), ()), (jnp.ravel, ("eager",)), (jnp.real, ("eager",))],
     ids=["the array", "astype", "ravel", "real"],
 )
+@TRACES_ALWAYS
 def test_a_marked_array_that_is_another_output_too_raises(copy, is_new, context):
     """Only the new array has no derivative, if the operation returns one."""
 
@@ -795,6 +797,7 @@ def test_counts():
 
 @row("B13")
 @in_each_library
+@TRACES_ALWAYS
 def test_each_call_has_a_separate_ctx(lib):
     contexts = []
 

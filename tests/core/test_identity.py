@@ -20,7 +20,7 @@ from jax.lax import stop_gradient
 
 import jaxfn
 from tests.support.contexts import CONTEXTS
-from tests.support.marks import cells, row, slow
+from tests.support.marks import TRACES_ALWAYS, cells, row, slow
 
 X = jnp.array([0.3, 1.4, -0.7], jnp.float32)
 
@@ -175,6 +175,7 @@ def check(no_op, use, mode, context, outside):
         ("broadcast_to", "returned", "reverse", "cond", ""),
     ],
 )  # fmt: skip
+@TRACES_ALWAYS
 def test_whether_the_result_of_an_operation_that_changes_nothing_is_the_array(no_op, use, mode, context, outside):
     """A different array would be an intermediate, with the slope of its code."""
     check(no_op, use, mode, context, outside)
@@ -236,6 +237,7 @@ RETURNED, COPY, ORIGINAL = "what is returned", "what is computed from it", "what
     ],
 )
 @pytest.mark.filterwarnings("ignore:.*mark_non_differentiable")
+@TRACES_ALWAYS
 def test_marking_an_output_by_an_operation_that_changes_nothing(no_op, marked, rules, context, outside):
     """The array is marked, except that a new one in an eager first derivative is warned of, and has no effect."""
     is_new = marked != RETURNED and no_op in NEW_OBJECT and no_op != "broadcast_to"

@@ -13,7 +13,7 @@ import pytest
 
 import jaxfn
 from tests.support.contexts import CONTEXTS, checkpoint, cond, eager, jit, scan, vmap
-from tests.support.marks import TWO_TRACES, cells, row
+from tests.support.marks import TRACES_ALWAYS, TWO_TRACES, cells, row
 
 X = jnp.array([0.3, 1.4, -0.7], jnp.float32)
 LARGE = 1e8
@@ -263,6 +263,7 @@ def test_effects_and_references_inside_forward(around, capfd):
 
 @row("A8")
 @pytest.mark.parametrize("is_mapped", [False, True], ids=["alone", "vmap"])
+@TRACES_ALWAYS
 def test_a_forward_that_branches_on_values_has_a_second_derivative_where_it_has_them(is_mapped):
     """Eagerly a second run sees values, as the first did."""
 

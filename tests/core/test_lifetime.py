@@ -9,7 +9,7 @@ import pytest
 
 import jaxfn
 from tests.support.cases import CASES
-from tests.support.marks import cells, row, slow
+from tests.support.marks import CACHES_TRACES, cells, row, slow
 from tests.support.transformations import TRANSFORMATIONS
 
 # Plain functions too leave traces behind in shard_map over several devices, as far as the checker can tell.
@@ -42,6 +42,7 @@ class Token:
 
 
 @row("B13")
+@CACHES_TRACES
 def test_ctx_and_residuals_are_freed():
     watched = []
 
@@ -71,6 +72,7 @@ def test_ctx_and_residuals_are_freed():
 
 
 @row("B13")
+@CACHES_TRACES
 def test_static_arguments_are_not_cached_forever():
     tokens = []
 

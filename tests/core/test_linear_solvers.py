@@ -15,7 +15,7 @@ from jax.scipy.sparse.linalg import bicgstab, cg, gmres
 import jaxfn
 from tests.support.cases import on_host, with_rules
 from tests.support.contexts import CONTEXTS, jit
-from tests.support.marks import cells, row
+from tests.support.marks import HIGH_PRIMITIVES, cells, row
 
 N = 5
 rng = np.random.default_rng(0)
@@ -137,6 +137,7 @@ def test_solvers_through_a_tangent_follow_the_rule(solver, derivative, rules):
         ("cg", "jvp", "eager"),  # cg transposes nothing: with backward alone it has gradients
     ],
 )
+@HIGH_PRIMITIVES
 def test_errors_of_solvers_are_those_of_jax(solver, derivative, program):
     for rules, where in [("backward", "here"), ("both", "host")]:
         derived = CONTEXTS[program](lambda: DERIVATIVES[derivative](solved(solver, matvec(rules, where))))

@@ -13,7 +13,7 @@ from jax.experimental import pallas as pl
 
 import jaxfn
 from tests.support.contexts import CONTEXTS
-from tests.support.marks import cells, row
+from tests.support.marks import HIGH_PRIMITIVES, cells, row
 
 X = jnp.arange(3.0) + 1
 
@@ -436,6 +436,7 @@ def test_torchs_old_style():
 
 
 @row("L1")
+@HIGH_PRIMITIVES
 def test_forward_mode_of_something_else_inside_forward():
     def push(ctx, x):
         identity = jax.custom_vjp(lambda x: x)

@@ -26,7 +26,7 @@ from tests.support.contexts import (
     jit,
     raises_escaped_tracer,
 )
-from tests.support.marks import EXPERIMENTAL, cells, row
+from tests.support.marks import EXPERIMENTAL, TRACES_ALWAYS, cells, row
 
 X = jnp.float32(0.5)
 
@@ -329,6 +329,7 @@ def test_an_eqn_that_computes_a_value_and_its_tangent(wrap):
 
 @row("B14")
 @pytest.mark.parametrize("logs", [False, True])
+@TRACES_ALWAYS
 def test_a_backward_that_branches_on_values(logs):
     """Eagerly its values are known, and stay known where something is stored outside that it does not read."""
     seen: list[Any] = []

@@ -16,7 +16,7 @@ import jaxfn
 from tests.support.cases import host_memory_is_apart
 from tests.support.kernel_examples import FOLDER
 from tests.support.kernel_examples import load as load_kernel
-from tests.support.marks import slow
+from tests.support.marks import HIGH_PRIMITIVES, slow
 from tests.support.recipes import load as load_example
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
@@ -85,6 +85,7 @@ def test_digits_gives_its_buffers_away(digits):
     assert not data.train_images.is_deleted()
 
 
+@HIGH_PRIMITIVES
 def test_digits_relu_saves_only_its_mask(digits):
     _, vjp = jax.vjp(digits.ReLU.apply, jnp.array([-1.0, 2.0]))
     assert [residual.dtype for residual in jax.tree.leaves(vjp)] == [bool]

@@ -32,16 +32,19 @@ def cells(names: str, quick: Sequence[Any], *values: Iterable[Any], ids: Any = N
     return pytest.mark.parametrize(names, [*quick, *rest], ids=ids)
 
 
-# JAX's experimental implementations, which are switched on in the environment.
+# JAX's experimental implementations, which are switched on in the environment. Not strict: of a test with a table of
+# cells, some differ.
 EXPERIMENTAL = bool(int(os.environ.get("JAX_CUSTOM_VJP3", "0")))
-ALL_PERTURBED = pytest.mark.xfail(
-    EXPERIMENTAL, reason="JAX_REMAT3 says that every input of a checkpoint is perturbed", strict=False
-)
-TWO_TRACES = pytest.mark.xfail(EXPERIMENTAL, reason="JAX_REMAT3 takes the value of a checkpoint from another trace")
-CACHES_TRACES = pytest.mark.xfail(
-    EXPERIMENTAL, reason="JAX_CUSTOM_VJP3 caches traces, and what they hold, until its caches are full or cleared"
-)
-TRACES_ALWAYS = pytest.mark.xfail(EXPERIMENTAL, reason="JAX_CUSTOM_VJP3 traces a custom_vjp of concrete values too")
-HIGH_PRIMITIVES = pytest.mark.xfail(
-    EXPERIMENTAL, reason="JAX_CUSTOM_VJP3 and JAX_CUSTOM_JVP3 stage a call_hi_primitive, whose params are not public"
+
+
+def _differs(reason: str) -> pytest.MarkDecorator:
+    return pytest.mark.xfail(EXPERIMENTAL, reason=reason, strict=False)
+
+
+ALL_PERTURBED = _differs("JAX_REMAT3 says that every input of a checkpoint is perturbed")
+TWO_TRACES = _differs("JAX_REMAT3 takes the value of a checkpoint from another trace")
+CACHES_TRACES = _differs("JAX_CUSTOM_VJP3 caches traces, and what they hold, until its caches are full or cleared")
+TRACES_ALWAYS = _differs("JAX_CUSTOM_VJP3 traces a custom_vjp of concrete values too")
+HIGH_PRIMITIVES = _differs(
+    "JAX_CUSTOM_VJP3 and JAX_CUSTOM_JVP3 stage a call_hi_primitive, whose params, rules and messages differ"
 )
