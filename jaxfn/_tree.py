@@ -196,7 +196,7 @@ class TreeSpec:
     @property
     def is_mutable(self) -> bool:
         """Whether it is a copy to which code may write."""
-        return self.treedef is not None and self._value is None and is_writable(self.treedef)
+        return self.treedef is not None and self._value is None and bool(_writable_types(self.treedef))
 
     def mutated_path(self, value: Any, arrays: Sequence[Any], known: Sequence[Any]) -> str | None:
         """Returns the path at which a value that `unflatten` built from `arrays` has a leaf that is in neither list."""
@@ -270,11 +270,11 @@ def _has_plain_containers(treedef: Any) -> bool:
     return is_plain and all(map(_has_plain_containers, treedef.children()))
 
 
-def is_writable(treedef: Any) -> bool:
-    """Whether a tree has lists, dicts or nodes of other classes than tuples, to which code may write."""
+def _writable_types(treedef: Any) -> set[type]:
+    """Returns the types of nodes to which code may write: all but those of tuples and `None`."""
     node = treedef.node_data()
-    is_tuple = node is None or node[0] is type(None) or (issubclass(node[0], tuple) and node[1] is None)
-    return not is_tuple or any(map(is_writable, treedef.children()))
+    own: set[type] = set() if node is None or issubclass(node[0], (tuple, type(None))) else {node[0]}
+    return own.union(*map(_writable_types, treedef.children()))
 
 
 def leaf_key(leaf: Any) -> tuple[object, ...]:
@@ -330,10 +330,10 @@ def _with_sortable_dicts(value: Any) -> Any:
 
 
 def flatten_input(value: Any) -> tuple[Sequence[Any], TreeSpec]:
-    """Flattens an input of `forward`. What code may write to, without arrays, is passed to it as the very object."""
+    """Flattens an input of `forward`. Lists and dicts without arrays are passed to it as the very objects."""
     leaves, spec = flatten(value)
-    is_same = not leaves and spec.treedef is not None and is_writable(spec.treedef)
-    return leaves, TreeSpec(spec.treedef, spec.leaves, value) if is_same else spec
+    types = set() if leaves or spec.treedef is None else _writable_types(spec.treedef)
+    return leaves, TreeSpec(spec.treedef, spec.leaves, value) if types and types <= {list, dict} else spec
 
 
 def flatten(value: Any) -> tuple[Sequence[Any], TreeSpec]:
