@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import linecache
 import traceback
 import types
@@ -248,28 +249,28 @@ class _Program(NamedTuple):
         leaves: list[Any] = list(self.example.leaves)
         for i, x in zip(self.example.arrays, arrays, strict=True):
             leaves[i] = x
-        others: list[list[jax.Array]] = []
 
-        def outputs(wanted: list[jax.Array]) -> list[jax.Array]:
+        def outputs(wanted: list[jax.Array]) -> tuple[list[jax.Array], list[jax.Array]]:
+            """Returns the outputs that have a derivative, and the others."""
             full = list(leaves)
             for i, x in zip(self.wanted, wanted, strict=True):
                 full[i] = x
             args, kwargs = self.example.arguments(full)
             returned = jax.tree_util.tree_leaves(self.function(*args, **kwargs, **self.options))
             arrays = [jnp.asarray(x) for x in returned]
-            others.append([x for x in arrays if not jnp.issubdtype(x.dtype, jnp.inexact)])
-            return [x for x in arrays if jnp.issubdtype(x.dtype, jnp.inexact)]
+            moving = [x for x in arrays if jnp.issubdtype(x.dtype, jnp.inexact)]
+            return moving, [x for x in arrays if not jnp.issubdtype(x.dtype, jnp.inexact)]
 
         wanted = [leaves[i] for i in self.wanted]
         if order == 0 or not wanted:
-            return [[*outputs(wanted), *others[-1]]]
+            return [list(itertools.chain(*outputs(wanted)))]
 
         def gradients(wanted: list[jax.Array], weights: list[jax.Array]) -> list[jax.Array]:
-            return jax.vjp(outputs, wanted)[1](weights)[0]
+            return jax.vjp(outputs, wanted, has_aux=True)[1](weights)[0]
 
-        values, pullback = jax.vjp(outputs, wanted)
+        values, pullback, others = jax.vjp(outputs, wanted, has_aux=True)
         weights = [_weights(x, i) for i, x in enumerate(values)]
-        results = [[*values, *map(jax.lax.stop_gradient, others[-1])], pullback(weights)[0]]
+        results = [[*values, *others], pullback(weights)[0]]
         if order == 1:
             return results
         found, second = jax.vjp(gradients, wanted, weights)
