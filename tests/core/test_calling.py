@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 import jaxfn
-from jaxfn._inspection import _compat
+from jaxfn import _compat
 from tests.support.cases import MulConstant, Square
 from tests.support.either_library import G, X, assert_gradients, in_each_library
 from tests.support.marks import EXPERIMENTAL, row

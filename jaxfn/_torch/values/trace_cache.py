@@ -89,8 +89,9 @@ class TorchSettings(NamedTuple):
             torch.set_autocast_enabled(device, is_enabled)
             torch.set_autocast_dtype(device, dtype)
         torch.use_deterministic_algorithms(self.is_deterministic[0], warn_only=self.is_deterministic[1])
-        cudnn = torch.backends.cudnn
-        cudnn.enabled, cudnn.benchmark, cudnn.deterministic = self.cudnn
+        if self.cudnn != present.cudnn:  # torch's test utilities forbid to assign them
+            cudnn = torch.backends.cudnn
+            cudnn.enabled, cudnn.benchmark, cudnn.deterministic = self.cudnn
 
 
 def torch_settings() -> TorchSettings:
