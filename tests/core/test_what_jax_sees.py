@@ -62,7 +62,8 @@ def traced(function, program="call"):
 def eqns_of(jaxpr):
     """Returns all eqns, also those inside JAX's experimental custom derivatives."""
     eqns = list(all_eqns(jaxpr))
-    return eqns + [e for eqn in eqns if (inner := inner_jaxpr(eqn)) is not None for e in eqns_of(inner.jaxpr)]
+    hidden = [inner_jaxpr(eqn).jaxpr for eqn in eqns if eqn.primitive.name == "call_hi_primitive"]
+    return eqns + [eqn for jaxpr in hidden for eqn in eqns_of(jaxpr)]
 
 
 def calls_of(function, jaxpr):
