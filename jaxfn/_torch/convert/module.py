@@ -458,10 +458,12 @@ def _check_subclass(code: str, name: str, kind: type[torch.Tensor]) -> None:
         )
 
 
-# What a subclass of `torch.Tensor` may redefine without an effect on what code computes.
+# What a subclass of `torch.Tensor` may redefine without an effect on what code computes; 3.13 and 3.14 add names.
 _HARMLESS = frozenset(
-    """__annotations__ __deepcopy__ __dict__ __doc__ __format__ __getstate__ __init__ __init_subclass__ __module__
-    __new__ __qualname__ __reduce_ex__ __repr__ __setstate__ __slots__ __str__ __weakref__ cpu cuda to""".split()  # noqa: SIM905
+    """__annotate_func__ __annotations__ __annotations_cache__ __deepcopy__ __dict__ __doc__
+    __firstlineno__ __format__ __getstate__ __init__ __init_subclass__ __module__ __new__
+    __qualname__ __reduce_ex__ __repr__ __setstate__ __slots__ __static_attributes__ __str__
+    __type_params__ __weakref__ cpu cuda to""".split()  # noqa: SIM905
 )
 
 
