@@ -152,7 +152,8 @@ def _may_be_of_a_forgotten_rule(error: BaseException, program: Program) -> bool:
     """Whether JAX 0.10 may raise an error because it forgets the rule of a `custom_jvp` in a scan (row D7)."""
     has_forward_mode = any(spec.has_forward_mode for spec in program.functions)
     has_scan = any(name in write(program) for name in ("lax.scan", "lax.map"))
-    return type(error) in (TypeError, ValueError) and has_forward_mode and has_scan and jax.__version_info__ < (0, 11)
+    is_of_jax = "can't apply forward-mode" in str(error) or "Expected cotangent type" in str(error)
+    return is_of_jax and has_forward_mode and has_scan and jax.__version_info__ < (0, 11)
 
 
 def normalized(error: BaseException) -> str:
