@@ -27,7 +27,14 @@ from jaxfn._torch.source.source import write_source
 from jaxfn._torch.trace.state import TraceConfig
 from jaxfn._torch.values.arrays import jax_dtype, torch_dtype
 from jaxfn._torch.values.errors import DataDependentError, EscapedTensorError, TranslationError
-from jaxfn._torch.values.flatten import FlatTensors, Slot, flatten_tensors, slots, unflatten_tensors
+from jaxfn._torch.values.flatten import (
+    FlatTensors,
+    Slot,
+    flatten_tensors,
+    shared_containers,
+    slots,
+    unflatten_tensors,
+)
 from jaxfn._torch.values.trace_cache import LRUCache
 from jaxfn._traces import is_ref
 from jaxfn._tree import as_array, is_array_leaf, is_none
@@ -137,10 +144,18 @@ class ConvertedFunction(Function, metaclass=_ConvertedFunctionType):
         return write_source(cls.torch_function, cls.apply, args, kwargs, examples)
 
 
+class _Containers:
+    """The lists and dicts among the arguments of a call, which its `backward` may change."""
+
+    def __init__(self, items: list[Any]) -> None:
+        self.items = items
+
+
 class _ForwardCall(NamedTuple):
-    """A call's trace, arrays and random key, and the results of the trace's graph if it has been run."""
+    """A call's trace, arguments, arrays and random key, and the results of the trace's graph if it has been run."""
 
     traced: TracedForward
+    arguments: Any
     arrays: list[Any]
     key: Any
     results: Any
@@ -229,12 +244,12 @@ class FunctionAdapter:
         if state is not None:
             flags = self._flags(state.names.names, state.needs_input_grad)
         traced, results = self._call, None
+        template = arguments.template if traced is None else traced.arguments
         if traced is None or not (traced.fits(flags) or (traced.reads and not are_concrete([*arguments.leaves, key]))):
-            template = arguments.template if traced is None else traced.arguments
             with self._at_call("forward"):
                 traced, results = self._forward_lookup(template, specs, flags).find(arguments.leaves, key)
             traced.backward_error = traced.backward_error or (self._call and self._call.backward_error)
-        return _ForwardCall(traced, arguments.leaves, key, results)
+        return _ForwardCall(traced, template, arguments.leaves, key, results)
 
     @contextlib.contextmanager
     def _at_call(self, method: str) -> Generator[None]:
@@ -262,7 +277,7 @@ class FunctionAdapter:
         traced = call.traced
         if traced.reads_needs_input_grad:
             ctx.needs_input_grad  # noqa: B018 - jaxfn runs forward again where more inputs need a gradient
-        vars(ctx).update(traced=traced, key=call.key)
+        vars(ctx).update(traced=traced, key=call.key, containers=_Containers(shared_containers(call.arguments)))
         non_differentiable = [values[slot] for slot in slots(traced.output) if slot in traced.non_differentiable]
         # In a nested Function `nested.py` copies the new values into the caller's tensors, so there is nothing to mark.
         dirty = [] if self.definition.config.is_nested else [call.arrays[i] for i in traced.dirty]
@@ -279,7 +294,8 @@ class FunctionAdapter:
         names = ctx_state(ctx).names.names
         outputs = traced.output if isinstance(traced.output, tuple) else (traced.output,)
         template, arrays, specs = _match_template(outputs, _sum_per_tensor(traced, outputs, grad_outputs), traced.specs)
-        lookup = traced.rule_lookup("backward", template, specs, self._flags(names, tuple(ctx.needs_input_grad)))
+        flags = self._flags(names, tuple(ctx.needs_input_grad))
+        lookup = traced.rule_lookup("backward", template, specs, flags, ctx.containers.items)
         key = None if ctx.key is None else jax.random.fold_in(ctx.key, _BACKWARD_KEY_DATA)
         arrays = [*ctx.saved_tensors, *arrays]
         rule, results = lookup._replace(warn=self._warn_once).run(arrays, key)
@@ -302,7 +318,8 @@ class FunctionAdapter:
         index = names.index(self.definition.key_name)
         values = [*tangents[:index], *tangents[index + 1 :]]
         template, arrays, specs = _match_template((*args, *kwargs.values()), values, traced.input_specs)
-        lookup = traced.rule_lookup("jvp", template, specs, self._flags(names, tuple(ctx.needs_input_grad)))
+        flags = self._flags(names, tuple(ctx.needs_input_grad))
+        lookup = traced.rule_lookup("jvp", template, specs, flags, ctx.containers.items)
         key = None if ctx.key is None else jax.random.fold_in(ctx.key, _BACKWARD_KEY_DATA)
         with self._at_call("jvp"):
             rule, results = lookup._replace(warn=self._warn_once).run([*ctx.saved_tensors, *arrays], key)
@@ -363,7 +380,7 @@ class FunctionAdapter:
             return Explanation(self.definition.name, [Part("forward", None, error)])
         parts = [Part("forward", traced)]
         try:
-            backward = self._explained_backward(_ForwardCall(traced, arrays, key, results))
+            backward = self._explained_backward(_ForwardCall(traced, arguments.template, arrays, key, results))
         except TranslationError as error:
             parts.append(Part("backward", None, error))
         else:

@@ -9,7 +9,7 @@ import threading
 import types
 import warnings
 import weakref
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, cast
 
@@ -36,7 +36,7 @@ from jaxfn._torch.trace.state import ModuleTensors, OwnTensor, TraceConfig, Trac
 from jaxfn._torch.trace.tensor_hooks import apply_hook
 from jaxfn._torch.values.arrays import to_jax, to_torch
 from jaxfn._torch.values.errors import TranslationError
-from jaxfn._torch.values.trace_cache import IdentityKey
+from jaxfn._torch.values.trace_cache import IdentityKey, plain_attributes
 
 # A module contains other tensors while one thread traces it. Meanwhile no other thread may use it, or a module that
 # shares submodules with it.
@@ -512,10 +512,15 @@ def _copy_attributes(value: Any, enclosing: tuple[int, ...] = ()) -> Any:
     )
 
 
+def _has_fields(value: Any, enclosing: tuple[int, ...]) -> bool:
+    """Whether a value may be a plain object, such as a configuration, down to depth 4."""
+    others = type, types.FunctionType, types.ModuleType, torch.nn.Module, torch.Tensor
+    return not isinstance(value, others) and id(value) not in enclosing and len(enclosing) < 5
+
+
 def _fields(value: Any, enclosing: tuple[int, ...]) -> dict[str, Any] | None:
-    """Returns the attributes of a plain object, such as a configuration; `None` for other objects and below depth 4."""
-    is_plain = not isinstance(value, (type, types.FunctionType, types.ModuleType, torch.nn.Module, torch.Tensor))
-    return getattr(value, "__dict__", None) if is_plain and id(value) not in enclosing and len(enclosing) < 4 else None
+    """Returns the attributes of a plain object; `None` for other objects and below depth 4."""
+    return getattr(value, "__dict__", None) if _has_fields(value, enclosing) else None
 
 
 def _replace_tensors(saved: _Container, replaced: Mapping[int, torch.Tensor]) -> None:
@@ -656,7 +661,7 @@ def _attribute_key(value: Any, enclosing: tuple[int, ...] = ()) -> Any:
         return type(value), repr(value)  # tells -0.0 from 0.0
     if isinstance(value, _BY_VALUE):
         return type(value), value
-    if isinstance(value, (tuple, list)):
+    if isinstance(value, (tuple, list, deque)):
         return type(value), *(_attribute_key(item, (*enclosing, id(value))) for item in cast(list[Any], value))
     if isinstance(value, set):
         return set, *sorted((_attribute_key(item, (*enclosing, id(value))) for item in cast(set[Any], value)), key=hash)
@@ -665,6 +670,8 @@ def _attribute_key(value: Any, enclosing: tuple[int, ...] = ()) -> Any:
     if isinstance(value, np.ndarray):
         return value.dtype.str, value.shape, value.tobytes()
     fields = cast(dict[Any, Any], value) if isinstance(value, dict) else _fields(value, enclosing)
+    if fields is None and _has_fields(value, enclosing):
+        fields = plain_attributes(value)  # of an object with `__slots__`
     if fields is not None:
         own = dict if isinstance(value, dict) else IdentityKey(value)
         items = ((_attribute_key(name), _attribute_key(x, (*enclosing, id(value)))) for name, x in fields.items())

@@ -61,7 +61,7 @@ class TracedCallable(TracedCode):
                 for i in slots(arguments if tracks_all_inputs else arguments[-2:]):
                     if (tracks_all_inputs or state.arguments_require_grad) and not are_parameters[i]:
                         tensors[i] = state.make_argument(inputs[i])
-                returned = torch_callable.function(*unflatten_tensors(arguments, tensors))
+                returned = torch_callable.function(*unflatten_tensors(arguments, tensors, shares_containers=True))
             state.recorder.follows_grad_mode = False
             state.check_saved_arguments()
             returned_flat = flatten_tensors(to_pytree(returned))
@@ -177,7 +177,7 @@ class TorchCallable:
             return Explanation(name, [Part("forward", traced, error)], reads)
 
     def _make_request(self, arguments: tuple[Any, ...], num_parameter_args: int) -> _TraceRequest:
-        flat = flatten_tensors(arguments, is_array_leaf)
+        flat = flatten_tensors(arguments, is_array_leaf, shares_containers=True)
         num_parameters = len(flatten_tensors(arguments[:num_parameter_args], is_array_leaf).leaves)
         specs = [TensorSpec(tuple(x.shape), torch_dtype(x.dtype)) for x in map(as_array, flat.leaves)]
         return _TraceRequest(self, flat, specs, [i < num_parameters for i in range(len(specs))])

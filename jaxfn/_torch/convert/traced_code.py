@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import operator
 import re
 import warnings
 from collections.abc import Callable, Generator, Hashable, Mapping, Sequence
@@ -41,7 +42,14 @@ from jaxfn._torch.trace.scope import outside_trace, trace_scope
 from jaxfn._torch.trace.state import ACTIVE, OwnTensor, TraceState, own_tensor
 from jaxfn._torch.values.arrays import jax_dtype, torch_dtype
 from jaxfn._torch.values.errors import DataDependentError, EscapedNumberError, SelectionError, TranslationError
-from jaxfn._torch.values.flatten import Slot, flatten_tensors, is_size, slots, unflatten_tensors
+from jaxfn._torch.values.flatten import (
+    Slot,
+    flatten_tensors,
+    replace_containers,
+    shared_containers,
+    slots,
+    unflatten_tensors,
+)
 from jaxfn._torch.values.trace_cache import LRUCache, static_key, torch_settings
 from jaxfn._traces import innermost, staging_trace
 
@@ -425,8 +433,9 @@ class TracedForward(TracedCode):
             if new_values:
                 output = (*((output,) if self.has_single_output else output), *new_values)
             for_forward = ctx.to_save if ctx.saved_for_forward is None else ctx.saved_for_forward
-            attributes = torch_tree.tree_map(_save_number, ctx.attributes, is_leaf=is_size)
-            flat = flatten_tensors((output, ctx.to_save, for_forward, attributes), deduplicate=True)
+            attributes = tuple(_map_leaves(_save_number, x) for x in ctx.attributes.values())
+            values_of_ctx = output, ctx.to_save, for_forward, attributes
+            flat = flatten_tensors(values_of_ctx, deduplicate=True, shares_containers=True)
             with without_functions():
                 self.reruns_forward = not all(flat.leaves[slot].is_leaf for slot in slots(flat.template[1:]))
             # An input is identified by its tensor object, which mutation does not replace.
@@ -445,6 +454,7 @@ class TracedForward(TracedCode):
             ]
         self.backward_error: TranslationError | None = None
         self.output, to_save, for_forward, self._attributes = flat.template
+        self._attribute_names = tuple(ctx.attributes)
         self._saved = {"backward": to_save, "jvp": for_forward}
         source = f"a tensor that {definition.name}.forward saves or returns"
         self.specs = [tensor_spec(value, state.recorder.strides_source_of(value, source)) for value in values]
@@ -486,8 +496,8 @@ class TracedForward(TracedCode):
         if self.definition not in states:
             state = self.definition.python_state
             states[self.definition] = state("forward"), state("backward")
-        is_same = states[self.definition] == (self.python_state, self._backward_state)
-        return is_same and all(x.is_valid_in(states) for x in self.functions)
+        own = self.python_state, self._backward_state
+        return None not in own and states[self.definition] == own and all(x.is_valid_in(states) for x in self.functions)
 
     def _new_inputs(self, state: TraceState, needs_input_grad: Sequence[bool]) -> list[torch.Tensor]:
         return [
@@ -543,18 +553,31 @@ class TracedForward(TracedCode):
         return of_inputs | dict(zip(slots(self.output), outputs, strict=True))
 
     def rule_lookup(
-        self, method: str, arguments: Any, specs: Sequence[TensorSpec], needs_input_grad: tuple[bool, ...]
+        self,
+        method: str,
+        arguments: Any,
+        specs: Sequence[TensorSpec],
+        needs_input_grad: tuple[bool, ...],
+        containers: Sequence[Any] | None = None,
     ) -> TraceLookup[TracedRule]:
-        """Returns the lookup of a trace of `backward` or `jvp` for a template of gradients or tangents."""
+        """Returns the lookup of a trace of `backward` or `jvp` for a template of gradients or tangents.
+
+        `containers` are the lists and dicts among the call's arguments; default: those of the call that was traced.
+        """
         if self.backward_error is not None and method == "backward":
             raise self.backward_error
 
+        attributes = self._attributes
+        if containers is not None:
+            own = map(id, shared_containers(self.arguments))
+            attributes = replace_containers(attributes, dict(zip(own, containers, strict=True)))
+
         def trace(specs: Sequence[TensorSpec], answerer: Answerer) -> TracedRule:
-            return TracedRule(self, method, arguments, specs, needs_input_grad, answerer)
+            return TracedRule(self, method, arguments, attributes, specs, needs_input_grad, answerer)
 
         name = f"{self.definition.name}.{method}"
         state = functools.partial(self.definition.python_state, method)
-        template = method, arguments, self._attributes  # Those may be objects that have changed since the call.
+        template = method, arguments, attributes  # Those may be objects that have changed since the call.
         return TraceLookup(name, self._rules, template, specs, trace, needs_input_grad, state=state)
 
     @property
@@ -645,7 +668,9 @@ class TracedForward(TracedCode):
         )
         return {position for i, position in enumerate(saved) if position is not None and i in mutated}
 
-    def make_ctx(self, method: str, state: TraceState, needs_input_grad: tuple[bool, ...]) -> TorchContext:
+    def make_ctx(
+        self, method: str, attributes: Any, state: TraceState, needs_input_grad: tuple[bool, ...]
+    ) -> TorchContext:
         """Creates the ctx of `backward` or `jvp` in a new trace, whose first inputs are the saved arrays."""
         if self.reruns_forward:
             ctx = TorchContext(needs_input_grad, on_read=state.note_flags_read)
@@ -661,14 +686,21 @@ class TracedForward(TracedCode):
             tensors[slot] = state.add_input(*self.specs[slot]._replace(own=own), requires_grad=requires_grad)
         saved = unflatten_tensors(self._saved[method], tensors)
         ctx = TorchContext(needs_input_grad, saved, on_read=state.note_flags_read)
-        attributes = unflatten_tensors(self._attributes, tensors)
+        attributes = unflatten_tensors(attributes, tensors, shares_containers=True)
 
         def restore(value: Any) -> Any:
             return state.recorder.item(state.lower(value.tensor), None) if isinstance(value, _SavedNumber) else value
 
-        is_leaf = (_SavedNumber, torch.Size)
-        vars(ctx).update(torch_tree.tree_map(restore, attributes, is_leaf=lambda x: isinstance(x, is_leaf)))
+        values = [_map_leaves(restore, x) for x in attributes]
+        vars(ctx).update(zip(self._attribute_names, values, strict=True))
         return ctx
+
+
+def _map_leaves(function: Callable[[Any], Any], value: Any) -> Any:
+    """Applies a function to the leaves in a value; returns the value itself if none of them changes."""
+    leaves, spec = torch_tree.tree_flatten(value, is_leaf=lambda x: isinstance(x, (_SavedNumber, torch.Size)))
+    new = list(map(function, leaves))
+    return value if all(map(operator.is_, leaves, new)) else torch_tree.tree_unflatten(new, spec)
 
 
 class _SavedNumber(NamedTuple):
@@ -701,6 +733,7 @@ class TracedRule(TracedCode):
         forward: TracedForward,
         method: str,
         template: Any,
+        attributes: Any,
         specs: Sequence[TensorSpec],
         needs_input_grad: tuple[bool, ...],
         answerer: Answerer,
@@ -711,7 +744,7 @@ class TracedRule(TracedCode):
         state = TraceState(definition.name, definition.config, is_differentiated=True, answerer=answerer)
         try:
             with trace_scope(state):
-                values = self._run_code(forward, method, state, template, specs)
+                values = self._run_code(forward, method, state, template, attributes, specs)
         except Exception as error:
             if isinstance(error, DataDependentError) or not state.reads_grad_mode:
                 raise
@@ -722,18 +755,24 @@ class TracedRule(TracedCode):
             )
             state = TraceState(definition.name, definition.config, answerer=answerer)
             with trace_scope(state):
-                values = self._run_code(forward, method, state, template, specs)
+                values = self._run_code(forward, method, state, template, attributes, specs)
         self.reads_needs_input_grad = state.reads_needs_input_grad
         super().__init__(definition, method, state, values)
 
     def _run_code(
-        self, forward: TracedForward, method: str, state: TraceState, template: Any, specs: Sequence[TensorSpec]
+        self,
+        forward: TracedForward,
+        method: str,
+        state: TraceState,
+        template: Any,
+        attributes: Any,
+        specs: Sequence[TensorSpec],
     ) -> list[torch.Tensor]:
         """Runs the user's code on traced tensors, and returns the tensors among its results."""
         definition = forward.definition
         function = definition.function.jvp if method == "jvp" else definition.backward
         assert function is not None
-        ctx = forward.make_ctx(method, state, self.needs_input_grad)
+        ctx = forward.make_ctx(method, attributes, state, self.needs_input_grad)
         saved = forward.input_specs if forward.reruns_forward else forward.saved_slots[method]
         state.first_gradient_input = len(saved)
         source = definition.config.externals.gradient_strides_source

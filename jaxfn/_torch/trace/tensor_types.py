@@ -20,7 +20,6 @@ from jaxfn._torch.trace.selection import Selection
 from jaxfn._torch.trace.state import ACTIVE, TraceState, own_tensor
 
 _REAL_TYPE = type
-_NAMESPACE: Any = vars(type)["__dict__"]
 
 
 def _is_for_user(depth: int = 2) -> bool:
@@ -48,45 +47,56 @@ def is_same(a: object, b: object) -> bool:
     return any(own is not None and own.tensor is other for own, other in pairs)
 
 
-class _MetaType(type):
-    """Makes `_Type` the same as `type` to code, except that it returns the apparent type of a traced tensor."""
+class _Type:
+    """Is `type` to code, except that it returns the apparent type of a traced tensor. No class is made of it."""
 
-    def __call__(cls, *args: Any, **kwargs: Any) -> Any:
-        if cls is not _Type:
-            return _REAL_TYPE.__call__(cls, *args, **kwargs)
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
         found = _REAL_TYPE(*args, **kwargs)
         if found in (FunctionalTensor, Selection) and len(args) == 1 and _is_for_user():
             return _apparent_type(args[0])
-        return _Type if found in (_REAL_TYPE, _MetaType) else found
+        return self if found in (_REAL_TYPE, _Type) else found
 
-    @property
-    def __dict__(cls) -> Any:  # pyright: ignore
-        return _NAMESPACE.__get__(_REAL_TYPE if cls is _Type else cls)
+    def __mro_entries__(self, bases: object) -> tuple[type]:
+        return (_REAL_TYPE,)
 
-    def __instancecheck__(cls, instance: object) -> bool:
-        return isinstance(instance, _REAL_TYPE) if cls is _Type else _REAL_TYPE.__instancecheck__(cls, instance)
+    def __reduce_ex__(self, protocol: object) -> str:
+        return "type"
 
-    def __subclasscheck__(cls, subclass: type) -> bool:
-        return issubclass(subclass, _REAL_TYPE) if cls is _Type else _REAL_TYPE.__subclasscheck__(cls, subclass)
+    def __instancecheck__(self, instance: object) -> bool:
+        return instance is self or isinstance(instance, _REAL_TYPE)
 
-    def __eq__(cls, other: object) -> bool:
-        return cls is other or (cls is _Type and other is _REAL_TYPE)
+    def __subclasscheck__(self, subclass: type) -> bool:
+        return subclass is self or issubclass(subclass, _REAL_TYPE)
 
-    def __hash__(cls) -> int:
-        return hash(_REAL_TYPE) if cls is _Type else _REAL_TYPE.__hash__(cls)
+    def __getattribute__(self, name: str) -> Any:
+        is_own = name in ("__mro_entries__", "__reduce_ex__")
+        return object.__getattribute__(self, name) if is_own else getattr(_REAL_TYPE, name)
 
-
-class _Type(type, metaclass=_MetaType):
-    def __class_getitem__(cls, item: Any) -> types.GenericAlias:
+    def __getitem__(self, item: Any) -> types.GenericAlias:
         return types.GenericAlias(_REAL_TYPE, item)
 
+    def __or__(self, other: Any) -> Any:
+        return _REAL_TYPE | other
 
-_Type.__name__, _Type.__qualname__, _Type.__module__ = "type", "type", "builtins"
+    def __ror__(self, other: Any) -> Any:
+        return other | _REAL_TYPE
+
+    def __eq__(self, other: object) -> bool:
+        return other is self or other is _REAL_TYPE
+
+    def __hash__(self) -> int:
+        return hash(_REAL_TYPE)
+
+    def __repr__(self) -> str:
+        return repr(_REAL_TYPE)
+
+
+_TYPE = _Type()
 
 
 def patch_type(_: Any) -> Any:
     """Returns the patch of `type`."""
-    return _Type
+    return _TYPE
 
 
 def patch_id(original: Callable[[object], int]) -> Any:

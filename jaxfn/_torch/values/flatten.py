@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -15,6 +16,10 @@ class Slot:
     """A leaf's position in a template."""
 
     index: int
+
+
+MUTABLE = list, dict, set, collections.deque
+"""Containers that code may change."""
 
 
 class FlatTensors(NamedTuple):
@@ -56,16 +61,14 @@ def flatten_tensors(
         return slots_by_id.setdefault(id(leaf), Slot(len(leaves) - 1)) if deduplicate else Slot(len(leaves) - 1)
 
     def is_kept(value: object) -> bool:
-        return is_size(value) or (shares_containers and _is_mutable(value) and not any(map(has_slot, _leaves(value))))
+        return is_size(value) or (
+            shares_containers and isinstance(value, MUTABLE) and not any(map(has_slot, _leaves(value)))
+        )
 
     def has_slot(leaf: object) -> bool:
         return is_leaf(leaf) or isinstance(leaf, (torch.SymFloat, torch.SymInt))
 
     return FlatTensors(leaves, torch_tree.tree_map(slot, value, is_leaf=is_kept))
-
-
-def _is_mutable(value: object) -> bool:
-    return isinstance(value, (list, dict))
 
 
 def _leaves(value: Any) -> list[Any]:
@@ -81,9 +84,24 @@ def unflatten_tensors(
         return leaves[leaf.index] if isinstance(leaf, Slot) else leaf
 
     def is_kept(value: object) -> bool:
-        return is_size(value) or (shares_containers and _is_mutable(value) and not slots(value))
+        return is_size(value) or (shares_containers and _is_shared(value))
 
     return torch_tree.tree_map(fill, template, is_leaf=is_kept)
+
+
+def shared_containers(template: Any) -> list[Any]:
+    """Returns the containers to which a template refers; see `flatten_tensors`."""
+    leaves = torch_tree.tree_leaves(template, is_leaf=lambda x: is_size(x) or _is_shared(x))
+    return [leaf for leaf in leaves if _is_shared(leaf)]
+
+
+def replace_containers(template: Any, new: Mapping[int, Any]) -> Any:
+    """Replaces containers to which a template refers, by identity."""
+    return torch_tree.tree_map(lambda x: new.get(id(x), x), template, is_leaf=lambda x: is_size(x) or _is_shared(x))
+
+
+def _is_shared(value: object) -> bool:
+    return isinstance(value, MUTABLE) and not slots(value)
 
 
 def map_tensors(function: Callable[[Any], Any], value: Any) -> Any:

@@ -12,15 +12,16 @@ import sys
 import threading
 import types
 import weakref
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Callable, Generator, Hashable, Iterable
 from typing import Any, Generic, NamedTuple, TypeVar, cast
 
+import numpy as np
 import torch
 from torch import nn
 
 from jaxfn._torch._compat import OPERATION_TYPES, global_backward_hooks, global_forward_hooks
-from jaxfn._torch.values.flatten import Slot
+from jaxfn._torch.values.flatten import MUTABLE, Slot
 from jaxfn._tree import leaf_key
 
 _T = TypeVar("_T")
@@ -52,7 +53,6 @@ class IdentityKey:
 _BY_VALUE = (
     IdentityKey,
     Slot,
-    enum.Enum,
     torch.dtype,
     torch.device,
     torch.layout,
@@ -62,13 +62,34 @@ _BY_VALUE = (
 _DEVICES = ("cpu", "cuda")
 
 
+class _Setting(NamedTuple):
+    read: Callable[[], Any]
+    write: Callable[[Any], Any]
+
+
+def _setting_of_device(name: str, device: str) -> _Setting:
+    read: Any = getattr(torch, f"is_{name}" if name == "autocast_enabled" else f"get_{name}")
+    return _Setting(functools.partial(read, device), functools.partial(getattr(torch, f"set_{name}"), device))
+
+
+def _attribute(owner: Any, name: str) -> _Setting:
+    return _Setting(functools.partial(getattr, owner, name), functools.partial(setattr, owner, name))
+
+
+_SETTINGS = (
+    _Setting(torch.get_default_dtype, torch.set_default_dtype),
+    *(_setting_of_device(name, x) for name in ("autocast_enabled", "autocast_dtype") for x in _DEVICES),
+    _Setting(torch.get_deterministic_debug_mode, torch.set_deterministic_debug_mode),
+    _Setting(torch.get_float32_matmul_precision, torch.set_float32_matmul_precision),
+    _Setting(torch.is_anomaly_enabled, torch.set_anomaly_enabled),
+    *(_attribute(torch.backends.cudnn, name) for name in ("enabled", "benchmark", "deterministic")),
+)
+
+
 class TorchSettings(NamedTuple):
     """The settings of torch that code depends on, which surround a call. Hooks are those of all modules."""
 
-    dtype: torch.dtype
-    autocast: tuple[tuple[bool, torch.dtype], ...]
-    is_deterministic: tuple[bool, bool]
-    cudnn: tuple[bool, bool, bool]
+    values: tuple[Any, ...]
     hooks: tuple[IdentityKey, ...]
 
     @contextlib.contextmanager
@@ -76,34 +97,21 @@ class TorchSettings(NamedTuple):
         """Inside, torch has these settings (except for the hooks)."""
         before = torch_settings()
         try:
-            self._set(before)
+            self._set()
             yield
         finally:
-            before._set(self)
+            before._set()
 
-    def _set(self, present: TorchSettings) -> None:
-        if self == present:
-            return
-        torch.set_default_dtype(self.dtype)
-        for device, (is_enabled, dtype) in zip(_DEVICES, self.autocast, strict=True):
-            torch.set_autocast_enabled(device, is_enabled)
-            torch.set_autocast_dtype(device, dtype)
-        torch.use_deterministic_algorithms(self.is_deterministic[0], warn_only=self.is_deterministic[1])
-        if self.cudnn != present.cudnn:  # torch's test utilities forbid to assign them
-            cudnn = torch.backends.cudnn
-            cudnn.enabled, cudnn.benchmark, cudnn.deterministic = self.cudnn
+    def _set(self) -> None:
+        for setting, value in zip(_SETTINGS, self.values, strict=True):
+            if setting.read() != value:  # torch's test utilities forbid to assign some of them.
+                setting.write(value)
 
 
 def torch_settings() -> TorchSettings:
     """Returns torch's settings here, which traces depend on."""
-    cudnn = torch.backends.cudnn
-    return TorchSettings(
-        torch.get_default_dtype(),
-        tuple((torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)) for device in _DEVICES),
-        (torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()),
-        (cudnn.enabled, cudnn.benchmark, cudnn.deterministic),
-        tuple(map(IdentityKey, [*global_forward_hooks(), *global_backward_hooks()])),
-    )
+    hooks = map(IdentityKey, [*global_forward_hooks(), *global_backward_hooks()])
+    return TorchSettings(tuple(setting.read() for setting in _SETTINGS), tuple(hooks))
 
 
 def static_key(value: Any) -> Hashable:
@@ -151,7 +159,7 @@ class _StateKey:
     def __init__(self, values: Iterable[Any], has_tensors: bool = False) -> None:
         self.has_data = False
         self._has_tensors = has_tensors
-        self._indices: dict[int, int] = {}
+        self._indices: dict[int, tuple[int, object]] = {}  # By identity; the object is referenced, so it is unique.
         self._functions: list[types.FunctionType] = []
         self._modules: list[types.ModuleType] = []
         try:
@@ -169,7 +177,7 @@ class _StateKey:
                 self._has_tensors = True
                 parts.append(self._read_by(function))
             for module in self._modules:
-                for name in sorted(names & vars(module).keys()):
+                for name in sorted(vars(module).keys() & (vars(module).keys() if names & _COMPUTE_NAMES else names)):
                     if (id(module), name) not in seen:
                         seen.add((id(module), name))
                         parts.append((id(module), name, self._key(vars(module)[name])))
@@ -192,7 +200,7 @@ class _StateKey:
     def _key(self, value: Any) -> Hashable:
         kind = type(value)
         if isinstance(value, torch.Tensor) and self._has_tensors:
-            return _tensor_key(value)
+            return _tensor_key(value), vars(value) and self._key(vars(value))
         if _is_constant(value) or isinstance(value, _CONSTANT_TYPES):
             return IdentityKey(value)
         if isinstance(value, _BY_VALUE):
@@ -207,16 +215,20 @@ class _StateKey:
         if isinstance(value, property):
             return kind, self._key((value.fget, value.fset))
         if id(value) in self._indices:
-            return kind, self._indices[id(value)]
-        if isinstance(value, (tuple, list, set, frozenset)):
+            return kind, self._indices[id(value)][0]
+        if not isinstance(value, (tuple, frozenset)) and (isinstance(value, MUTABLE) or _is_code(value)):
+            self._indices[id(value)] = len(self._indices), value
+        if isinstance(value, (tuple, list, set, frozenset, deque)):
             items = cast(Iterable[Any], value)
             content = (
                 frozenset(map(self._key, items)) if isinstance(value, (set, frozenset)) else (*map(self._key, items),)
             )
         elif isinstance(value, dict):
             content = (*((self._key(name), self._key(x)) for name, x in cast(dict[Any, Any], value).items()),)
-        elif isinstance(value, (types.FunctionType, types.ModuleType, type)) or _is_plain_object(value):
-            self._indices[id(value)] = len(self._indices)
+        elif isinstance(value, np.ndarray) and not value.dtype.hasobject:
+            self.has_data = True
+            content = value.dtype.str, value.shape, value.tobytes()
+        elif _is_code(value):
             return self._key_of_code(value)
         else:
             content = leaf_key(value)
@@ -234,10 +246,12 @@ class _StateKey:
             self._modules.append(value)
             return IdentityKey(value)
         if not isinstance(value, type):
-            return IdentityKey(value), self._key(type(value)), self._key(vars(value))
+            self.has_data |= isinstance(value, enum.Enum)
+            return IdentityKey(value), self._key(type(value)), self._key(plain_attributes(value))
         classes = [x for x in value.__mro__ if not _is_constant(x)]
         items = [(name, x) for part in classes for name, x in vars(part).items()]
-        return IdentityKey(value), *((name, self._key(x)) for name, x in items if name not in _IGNORED)
+        parts = [(name, self._key(x)) for name, x in items if name not in _IGNORED]
+        return IdentityKey(value), self._key(type(value)), *parts
 
 
 _CONSTANT_TYPES = (
@@ -252,20 +266,36 @@ _CONSTANT_TYPES = (
 # Attributes of classes that do not change what code computes.
 _IGNORED = frozenset(vars(type("", (), {"__slots__": ("__dict__", "__weakref__"), "__annotations__": {}}))) | {
     *("__abstractmethods__", "__orig_bases__", "__parameters__", "__qualname__", "_abc_impl", "_backward_cls"),
-    *("__firstlineno__", "__static_attributes__"),
+    *("__firstlineno__", "__static_attributes__", "__dataclass_fields__", "__dataclass_params__"),
 }
 
 
-class _Plain:
-    """A class whose objects have attributes only."""
+def _is_code(value: object) -> bool:
+    """Whether a value is a function, module, class or plain object, whose key is that of what it contains."""
+    is_code = isinstance(value, (types.FunctionType, types.ModuleType, type))
+    return is_code or (plain_attributes(value) is not None and not isinstance(value, nn.Module))
 
 
-def _is_plain_object(value: object) -> bool:
-    """Whether an object has attributes and nothing else, such as a configuration."""
-    kind = type(value)
-    return (
-        hasattr(value, "__dict__") and kind.__basicsize__ == _Plain.__basicsize__ and not isinstance(value, nn.Module)
-    )
+def plain_attributes(value: Any) -> dict[str, Any] | None:
+    """Returns the attributes of an object that has nothing else, such as a configuration; `None` for other objects."""
+    slots = _slots_of_plain_class(type(value))
+    if slots is None:
+        return None
+    return {**getattr(value, "__dict__", {}), **{name: getattr(value, name) for name in slots if hasattr(value, name)}}
+
+
+@functools.lru_cache(maxsize=1024)
+def _slots_of_plain_class(kind: type) -> tuple[str, ...] | None:
+    """Returns the names in `__slots__` of a class whose objects have attributes only; `None` for other classes."""
+    names = [x for part in kind.__mro__ for x, y in vars(part).items() if isinstance(y, types.MemberDescriptorType)]
+    special = [
+        name for name, offset in (("__dict__", kind.__dictoffset__), ("__weakref__", kind.__weakrefoffset__)) if offset
+    ]
+    twin = type("", (), {"__slots__": (*special, *(f"slot{i}" for i in range(len(names))))})
+    return tuple(names) if twin.__basicsize__ == kind.__basicsize__ and (names or special) else None
+
+
+_COMPUTE_NAMES = {"getattr", "hasattr", "vars", "__dict__", "__getattribute__", "attrgetter", "getmembers"}
 
 
 class _Names(NamedTuple):
@@ -293,7 +323,7 @@ def _find_names(code: types.CodeType) -> _Names:
         names.update(part.co_names, (x for x in part.co_consts if isinstance(x, str)))
         imported.update(x.argval for x in dis.get_instructions(part) if x.opname in ("IMPORT_NAME", "IMPORT_FROM"))
         pending += [x for x in part.co_consts if isinstance(x, types.CodeType)]
-    if names & {"eval", "exec", "globals", "__dict__", "import_module"}:
+    if names & {"eval", "exec", "globals", "import_module"}:
         raise TypeError(f"{code.co_name} looks names up that it computes")
     return _Names(code, tuple(sorted(names)), tuple(sorted(imported)))
 
