@@ -51,7 +51,8 @@ class ModuleRecord:
       args: the arguments, in double precision if the module runs in it.
       is_double: whether it ran in double precision.
       parameters, buffers: those before the call; frozen parameters count as buffers.
-      outputs, gradients: the outputs, and the gradients of parameters and inputs.
+      aliases: further names of tied parameters and buffers, each with the name under which they are.
+      outputs, gradients: the outputs, and the gradients of parameters and inputs, by their names.
       new_buffers: the buffers after the call.
       steps: how many steps of gradient descent were taken.
       stepped: parameters and buffers after these.
@@ -64,6 +65,7 @@ class ModuleRecord:
     is_double: bool
     parameters: Measurements
     buffers: Measurements
+    aliases: dict[str, str]
     outputs: Measurements
     gradients: Measurements
     new_buffers: Measurements
@@ -100,7 +102,7 @@ def _record(module: Any, inputs: Inputs, steps: int, no_double: str | None) -> M
     outputs, gradients = _run(module, inputs, parameters)
     calls.remove_hooks()
     measured = {f"output {i}": to_numpy(y) for i, y in outputs.items()}
-    recorded = {f"gradient of {name}": to_numpy(x) for name, x in gradients.items()}
+    recorded = _arrays(gradients)
     new_buffers = _arrays(buffers | dict(module.named_buffers()))
     notes = [] if no_double is None else [no_double]
     if not torch.equal(random_state, torch.get_rng_state()):
@@ -116,6 +118,7 @@ def _record(module: Any, inputs: Inputs, steps: int, no_double: str | None) -> M
         inputs.args,
         no_double is None,
         *before,
+        _aliases(module),
         measured,
         recorded,
         new_buffers,
@@ -124,6 +127,14 @@ def _record(module: Any, inputs: Inputs, steps: int, no_double: str | None) -> M
         calls.finish(),
         notes,
     )
+
+
+def _aliases(module: Any) -> dict[str, str]:
+    """Returns the names of tied parameters and buffers that are not their first ones, each with the first one."""
+    first: dict[int, str] = {}
+    everything = [*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False)]
+    owners = {name: first.setdefault(id(x), name) for name, x in everything}
+    return {name: owner for name, owner in owners.items() if name != owner}
 
 
 def _arrays(tensors: Mapping[str, Any]) -> Measurements:

@@ -19,7 +19,7 @@ from jaxfn._parity.inputs import Array
 from jaxfn._parity.module_record import ModuleRecord, module_record
 
 _RUNS = ("native", "double", "nudged", "errors")
-_FORMAT = 2  # the first format had other random grad_outputs
+_FORMAT = 3
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,7 @@ class Oracle:
         return replace(self, native={what: array for what, array in self.native.items() if what.startswith("output")})
 
 
-def save(path: str, oracle: Oracle) -> None:
+def write_oracle(path: str, oracle: Oracle) -> None:
     """Writes an oracle to a file."""
     arrays: dict[str, Array] = {}
     args = [_encoded(arg, f"argument {i}", arrays) for i, arg in enumerate(oracle.args)]
@@ -80,7 +80,7 @@ def save(path: str, oracle: Oracle) -> None:
         np.savez(file, allow_pickle=False, content=np.array(json.dumps(content)), **plain)
 
 
-def load(path: str) -> Oracle:
+def read_oracle(path: str) -> Oracle:
     """Reads an oracle from a file.
 
     Raises:
@@ -103,7 +103,7 @@ def load(path: str) -> Oracle:
 def _read(file: Any) -> Oracle:
     content = json.loads(str(file["content"]))
     if content.get("format") != _FORMAT:
-        raise ValueError("it was written by another version of jaxfn, with other random numbers")
+        raise ValueError("it was written by another version of jaxfn")
     arrays = {name: _with_dtype(file[name], dtype) for name, dtype in content["dtypes"].items()}
     runs = {
         run: {name.removeprefix(f"{run}/"): x for name, x in arrays.items() if name.startswith(f"{run}/")}

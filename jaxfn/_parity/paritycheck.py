@@ -19,8 +19,8 @@ from jaxfn._parity.comparison import compare, errors, rounding
 from jaxfn._parity.inputs import Array, Inputs
 from jaxfn._parity.module_check import check_module
 from jaxfn._parity.module_record import ModuleRecord, record_module
-from jaxfn._parity.names import Names
-from jaxfn._parity.oracle import Oracle, load, save
+from jaxfn._parity.oracle import Oracle, read_oracle, write_oracle
+from jaxfn._parity.ported_module import Load
 from jaxfn._parity.report import ParityReport, Row
 from jaxfn._tree import is_inexact
 
@@ -36,9 +36,8 @@ def paritycheck(
     rtol: float | None = None,
     raise_exception: bool = True,
     second_order: bool = True,
-    parameters: Any = None,
-    buffers: Any = None,
-    names: Names | None = None,
+    load: Load | None = None,
+    has_buffers: bool = False,
     steps: int = 0,
 ) -> ParityReport:
     """Compares a JAX function with the torch function that it was ported from, on equal numbers.
@@ -50,19 +49,20 @@ def paritycheck(
 
     If the outputs differ in number, shape or dtype, derivatives are those of the other outputs alone.
 
-    With `parameters`, a whole port of a `torch.nn.Module` is compared, in float64: outputs, the gradient of every
-    parameter and input, buffers, and steps of gradient descent. If they differ, `report.first_deviation` names the
-    first layer that does, in forward order for outputs and in backward order for gradients, with the numbers of both.
-    The port needs no marks: the values that torch's layers return and receive are searched among its intermediate
-    values, in any order of axes. A layer that cannot be found so is named by the port, with
-    `jax.ad_checkpoint.checkpoint_name(y, "name of the torch layer")`.
+    With `load`, a whole port of a `torch.nn.Module` is compared, in float64: outputs, the gradient of every parameter
+    and input, buffers, and steps of gradient descent. The port after `load` is differentiated with respect to torch's
+    arrays, so that gradients have their names and layouts, also of fused and tied weights. If they differ,
+    `report.first_deviation` names the first layer that does, in forward order for outputs and in backward order for
+    gradients, with the numbers of both. The port needs no marks: the values that torch's layers return and receive are
+    searched among its intermediate values, in any order of axes. A layer that cannot be found so is named by the port,
+    with `jax.ad_checkpoint.checkpoint_name(y, "name of the torch layer")`.
 
     torch drops the derivative of an intermediate that `forward` saved, and jaxfn does not. A second derivative that
     differs for this reason alone does not fail the check; a note says so.
 
     Args:
-      func: The port: a `jaxfn.Function` or any function of JAX arrays. With `parameters`, a function of these and the
-        inputs; with `buffers`, of parameters, buffers and inputs, that returns (outputs, new buffers).
+      func: The port: a `jaxfn.Function` or any function of JAX arrays. With `load`, a function of parameters and
+        inputs; with `has_buffers`, of parameters, buffers and inputs, that returns (outputs, new buffers).
       reference: What it is compared with: a `torch.autograd.Function`, any function of tensors, a module, or the path
         of a file that `record_oracle` wrote, for which torch is not needed.
       inputs: The arguments, arrays (of NumPy, of any shapes) and Python values; `None` with a recorded file.
@@ -71,12 +71,10 @@ def paritycheck(
       rtol: The relative tolerance: `|jax - torch| <= atol + rtol * |torch|`. Default: rounding in the dtype.
       raise_exception: Whether to raise on failure.
       second_order: Whether to compare second derivatives.
-      parameters: The parameters of the port, with the numbers of the module's: any pytree, such as an equinox module,
-        the variables of flax linen, or the state of `flax.nnx.split`.
-      buffers: Its buffers, such as batch statistics.
-      names: Which parameter is which, where numbers, gradients and names do not determine it. Maps the name of a torch
-        parameter, buffer or layer to a path in the pytree ("blocks/0/norm"), or the name of a parameter to a function
-        of the pytree that returns it in torch's layout, for fused and split weights.
+      load: Returns the parameters of the port, any pytree, from the arrays of the module: a dict of its parameters and
+        buffers by their names in torch, all names of tied ones. It is differentiated, so it computes with methods of
+        the arrays and `jax.numpy`.
+      has_buffers: Whether `load` returns (parameters, buffers), and the port takes and returns buffers.
       steps: How many steps of gradient descent to compare, for the sum of the outputs times random numbers, with a
         learning rate of 0.01.
 
@@ -86,9 +84,9 @@ def paritycheck(
     Raises:
       ParitycheckError: An array differs; the text names it and the function, and `error.report` has them as data.
       ImportError: torch is not installed, and `reference` is not a path.
-      TypeError: `inputs` are missing, or were passed together with a recorded file; `parameters` were passed and the
-        reference is not a module, or they are missing.
-      ValueError: The torch function returned no tensor.
+      TypeError: `inputs` are missing, or were passed together with a recorded file; `load` was passed and the reference
+        is not a module; `load` cannot be differentiated, or it or the port does not return a pair with `has_buffers`.
+      ValueError: The torch function returned no tensor, or the port other buffers than `load`.
 
     Examples:
       >>> import torch, jax.numpy as jnp, numpy as np, jaxfn
@@ -110,12 +108,13 @@ def paritycheck(
       A whole module, with a wrong bias:
 
       >>> module = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.Tanh(), torch.nn.Linear(4, 2))
-      >>> parameters = {name: jnp.asarray(x.detach().numpy()) for name, x in module.named_parameters()}
-      >>> def network(p, x):
-      ...     x = jnp.tanh(x @ p["0.weight"].T + p["0.bias"])
-      ...     return x @ p["2.weight"].T - p["2.bias"]
+      >>> def load(arrays):
+      ...     return [(arrays[f"{i}.weight"].T, arrays[f"{i}.bias"]) for i in (0, 2)]
+      >>> def network(parameters, x):
+      ...     (w0, b0), (w1, b1) = parameters
+      ...     return jnp.tanh(x @ w0 + b0) @ w1 - b1
       >>> x = np.random.default_rng(0).standard_normal((5, 3)).astype(np.float32)
-      >>> report = jaxfn.paritycheck(network, module, [x], parameters=parameters, raise_exception=False)
+      >>> report = jaxfn.paritycheck(network, module, [x], load=load, raise_exception=False)
       >>> report.first_deviation.layer, report.first_deviation.what
       ('2', 'output')
 
@@ -126,16 +125,16 @@ def paritycheck(
         raise TypeError("paritycheck: a recorded file has its own inputs. Omit `inputs`.")
     if not is_file and inputs is None:
         raise TypeError("paritycheck: `inputs` are missing. Pass the arguments on which to compare.")
-    if parameters is not None:
+    if load is not None:
         record, versions = _module_record(reference, inputs, steps)
-        report = check_module(func, record, parameters, buffers, names or {}, versions, rtol, atol)
+        report = check_module(func, record, load, has_buffers, versions, rtol, atol)
         if raise_exception:
             report.raise_if_failed()
         return report
-    if buffers is not None or names is not None or steps:
-        raise TypeError("paritycheck: `buffers`, `names` and `steps` need `parameters`, those of the port.")
+    if has_buffers or steps:
+        raise TypeError("paritycheck: `has_buffers` and `steps` need `load`, which returns the port's parameters.")
     if is_file:
-        oracle = load(os.fspath(reference))
+        oracle = read_oracle(os.fspath(reference))
     else:
         assert inputs is not None
         oracle = _run_torch(reference, inputs, second_order, "paritycheck")
@@ -196,7 +195,7 @@ def record_oracle(
         oracle = replace(oracle, module=record_module(func, inputs, steps))
     elif steps:
         raise TypeError("record_oracle: only a module has parameters, which `steps` of gradient descent update.")
-    save(os.fspath(path), oracle)
+    write_oracle(os.fspath(path), oracle)
 
 
 def _module_record(reference: Any, inputs: Sequence[Any] | None, steps: int) -> tuple[ModuleRecord, dict[str, str]]:
@@ -204,13 +203,13 @@ def _module_record(reference: Any, inputs: Sequence[Any] | None, steps: int) -> 
     if inputs is None:
         if steps:
             raise TypeError("paritycheck: a recorded file has its own steps. Pass `steps` to record_oracle.")
-        oracle = load(os.fspath(reference))
+        oracle = read_oracle(os.fspath(reference))
         if oracle.module is None:
-            raise TypeError(f"paritycheck: {reference} is not of a module, so `parameters` cannot be compared.")
+            raise TypeError(f"paritycheck: {reference} is not of a module, whose arrays `load` takes.")
         return oracle.module, oracle.versions
     torch = _import_torch("paritycheck")
     if not isinstance(reference, torch.nn.Module):
-        raise TypeError(f"paritycheck: with `parameters`, the reference has to be a torch module, got {reference!r}")
+        raise TypeError(f"paritycheck: with `load`, the reference has to be a torch module, got {reference!r}")
     return record_module(reference, inputs, steps), _versions(torch)
 
 
