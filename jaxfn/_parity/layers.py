@@ -8,8 +8,8 @@ later one that depends on it is found.
 
 The first layer whose output is not found deviates, if its input is found. Otherwise something before it does: a layer
 that returns its input, such as dropout in evaluation mode, or the code of the module around it. Gradients are searched
-from the last layer to the first, where a layer deviates if the gradient of its output is found, and that of its input or
-of a parameter is not. A `stop_gradient` of a layer's output counts for that layer.
+from the last layer to the first, where a layer deviates if the gradient of its output is found, and that of its input
+or of a parameter is not. A `stop_gradient` of a layer's output counts for that layer.
 """
 
 from __future__ import annotations

@@ -66,7 +66,7 @@ class _ModuleCheck:
         self._check_outputs(results.outputs)
         outputs_pass = not report.failures
         self._check_gradients(results.gradients)
-        self._check_buffers(results.buffers, record.parameters | record.new_buffers, "")
+        self._check_buffers(results.buffers, record.parameters | record.new_buffers, "buffer {}")
         self._name_other_buffers(has_buffers)
         if record.steps:
             self._check_steps()
@@ -113,11 +113,11 @@ class _ModuleCheck:
         }
         self._report.notes += [text.format(", ".join(names)) for text, names in notes.items() if names]
 
-    def _check_buffers(self, buffers: Mapping[str, Array], arrays: Mapping[str, Array], after: str) -> None:
+    def _check_buffers(self, buffers: Mapping[str, Array], arrays: Mapping[str, Array], what: str) -> None:
         expected = self._port.expected_buffers(arrays)
         for path, names in self._port.buffer_sources.items():
             if names:
-                self._add(f"buffer {', '.join(sorted(names))}{after}", buffers[path], expected[path])
+                self._add(what.format(", ".join(sorted(names))), buffers[path], expected[path])
 
     def _name_other_buffers(self, has_buffers: bool) -> None:
         """Reports the buffers that torch has changed and that the port does not return."""
@@ -133,11 +133,11 @@ class _ModuleCheck:
     def _check_steps(self) -> None:
         record = self._record
         parameters, buffers = self._port.descend(record.steps)
-        after = f" after {record.steps} step{'s' * (record.steps > 1)}"
+        what = f"{{}} after {record.steps} step{'s' * (record.steps > 1)}"
         for name, ours in parameters.items():
             if name not in self._port.lost:
-                self._add(name + after, ours, record.stepped[name], self._noise * LEARNING_RATE * record.steps)
-        self._check_buffers(buffers, record.stepped, after)
+                self._add(what.format(name), ours, record.stepped[name], self._noise * LEARNING_RATE * record.steps)
+        self._check_buffers(buffers, record.stepped, what)
 
     def _find_first_deviation(
         self, search: LayerSearch, outputs: Mapping[int, Array], gradients: Mapping[str, Array], outputs_pass: bool

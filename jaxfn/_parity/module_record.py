@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from jaxfn._check.arguments import as_arguments
 from jaxfn._check.reports import first_line
 from jaxfn._parity.backends import Measurements, draw_tensor, output_leaves, to_numpy
 from jaxfn._parity.inputs import Array, Inputs
@@ -83,7 +84,7 @@ def module_record(fields: dict[str, Any]) -> ModuleRecord:
 
 def record_module(module: Any, args: Sequence[Any], steps: int) -> ModuleRecord:
     """Runs a copy of a module, in double precision if it runs in it."""
-    inputs = Inputs(args if isinstance(args, (list, tuple)) else (args,))
+    inputs = Inputs(as_arguments(args))
     try:
         return _record(copy.deepcopy(module).double(), inputs.in_double(), steps, None)
     except Exception as error:  # raised again by the next line, unless it is a matter of dtypes

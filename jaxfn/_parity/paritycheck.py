@@ -5,16 +5,15 @@ from __future__ import annotations
 import os
 from collections.abc import Collection, Sequence
 from dataclasses import replace
-from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxfn._check.reports import first_line
+from jaxfn._check.arguments import as_arguments
 from jaxfn._gradcheck.problem.monitor import CallMonitor
-from jaxfn._parity.backends import JaxBackend, Measurements, TorchBackend
+from jaxfn._parity.backends import JaxBackend, Measurements, Runs, TorchBackend
 from jaxfn._parity.comparison import compare, errors, rounding
 from jaxfn._parity.inputs import Array, Inputs
 from jaxfn._parity.module_check import check_module
@@ -42,8 +41,8 @@ def paritycheck(
 ) -> ParityReport:
     """Compares a JAX function with the torch function that it was ported from, on equal numbers.
 
-    Outputs, the gradients for every subset of differentiated inputs, and second derivatives are computed by both, in
-    the dtypes of the inputs and in double precision. If they differ, the second run distinguishes rounding from a wrong
+    Outputs, the gradients of all inputs together and of each alone, and second derivatives are computed by both, in the
+    dtypes of the inputs and in double precision. If they differ, the second run distinguishes rounding from a wrong
     formula; a third run, a small step away, detects differences at a kink only (torch and JAX choose different
     derivatives of `clamp`, `abs`, `maximum` and norms exactly there).
 
@@ -140,7 +139,7 @@ def paritycheck(
         oracle = _run_torch(reference, inputs, second_order, "paritycheck")
     port = JaxBackend(func)
     found = port.outputs(Inputs(oracle.args))
-    expected = {int(what.removeprefix("output ")): y for what, y in oracle.without_derivatives().native.items()}
+    expected = {int(what.removeprefix("output ")): y for what, y in oracle.outputs().items()}
     alike = [i for i, y in expected.items() if i in found and _are_alike(found[i], y)]
     if len(alike) == len(found | expected):
         report = _compare(port, oracle, rtol, atol, second_order)
@@ -233,60 +232,40 @@ def _are_alike(ours: Array, expected: Array) -> bool:
 
 
 def _run_torch(
-    func: Any, args: Sequence[Any], second_order: bool, what: str, differentiated: Collection[int] | None = None
+    func: Any, args: Any, second_order: bool, what: str, differentiated: Collection[int] | None = None
 ) -> Oracle:
     torch = _import_torch(what)
-    if not isinstance(args, (list, tuple)):
-        args = (args,)
-    inputs = Inputs(args)
+    inputs = Inputs(as_arguments(args))
     backend = TorchBackend(func, differentiated)
-    measured, no_second_order = backend.measure(inputs, second_order)
-    if not any(row.startswith("output") for row in measured):
+    runs = backend.runs(inputs, second_order)
+    try:
+        errors = {} if runs.no_double else _errors_of_torch(backend, inputs, second_order, runs.double)
+    except Exception:  # it ran in double precision, and does not run in single precision
+        errors = {}
+    oracle = Oracle(backend.name, inputs.args, runs, errors, _versions(torch))
+    if not oracle.outputs():
         raise ValueError(
             f"jaxfn.{what}: {backend.name} returned no tensor for these inputs, so there is nothing to compare"
         )
-    double: Measurements = {}
-    nudged: Measurements = {}
-    errors: Measurements = {}
-    no_double = None
-    try:
-        backend = TorchBackend(func, differentiated, dtype=torch.float64)
-        double, _ = backend.measure(inputs.in_double(), second_order)
-        nudged, _ = backend.measure(inputs.nudged(), second_order)
-        errors = _errors_of_torch(func, inputs, second_order, differentiated, double)
-    except Exception as error:  # it ran in the dtypes of the inputs: it has tensors of these, or checks dtypes
-        no_double = first_line(error)
-    return Oracle(
-        name=backend.name,
-        args=inputs.args,
-        native=measured,
-        double=double,
-        nudged=nudged,
-        errors=errors,
-        no_second_order=no_second_order,
-        no_double=no_double,
-        versions=_versions(torch),
-    )
+    return oracle
 
 
-def _errors_of_torch(
-    func: Any, inputs: Inputs, second_order: bool, differentiated: Collection[int] | None, double: Measurements
-) -> Measurements:
+def _errors_of_torch(backend: TorchBackend, inputs: Inputs, second_order: bool, double: Measurements) -> Measurements:
     """Returns the errors of torch in the dtypes of the inputs, or in single precision; see `Oracle`.
 
     There are none if torch draws random numbers: then two runs differ by more than errors.
     """
-    torch = _import_torch("paritycheck")
-    dtype = torch.float32 if inputs.are_double else None
-    exact = partial(TorchBackend, func, differentiated, dtype=torch.float64)
-    again, _ = exact().measure(inputs.in_double(), second_order)
+    with backend.in_double() as exact:
+        again, _ = exact.measure(inputs.in_double(), second_order)
     if not all(np.array_equal(x, again[what], equal_nan=True) for what, x in double.items()):
         return {}
+    coarse_dtype = "float32" if inputs.are_double else None
     errors: dict[str, list[Array]] = {}
     for number in range(_SAMPLES):
         sample = inputs.sample(number)
-        coarse, _ = TorchBackend(func, differentiated, dtype=dtype).measure(sample, second_order)
-        precise, _ = exact().measure(sample.in_double(), second_order)
+        coarse, _ = backend.with_dtype(coarse_dtype).measure(sample, second_order)
+        with backend.in_double() as exact:
+            precise, _ = exact.measure(sample.in_double(), second_order)
         for what, x in coarse.items():
             if is_inexact(x.dtype) and what in precise and x.shape == precise[what].shape:
                 with np.errstate(invalid="ignore"):
@@ -296,123 +275,118 @@ def _errors_of_torch(
 
 
 def _compare(
-    backend: JaxBackend, oracle: Oracle, rtol: float | None, atol: float | None, second_order: bool
+    port: JaxBackend, oracle: Oracle, rtol: float | None, atol: float | None, second_order: bool
 ) -> ParityReport:
     inputs = Inputs(oracle.args)
-    second_order = second_order and oracle.no_second_order is None
-    ours = _measure(backend, inputs, second_order)
-    report = ParityReport(oracle.name, backend.name, {**oracle.versions, "jax": jax.__version__})
-    if oracle.no_second_order is not None:
-        report.notes.append(f"torch has no second derivatives: {oracle.no_second_order}")
-    for library, reason in ("torch", oracle.no_double), ("JAX", ours.no_double):
-        if reason is not None:
-            report.notes.append(f"differences are not explained, as {library} does not run in float64: {reason}")
-    if ours.no_second_order is not None:
-        report.notes.append(f"JAX has no second derivatives: {ours.no_second_order}")
-    for what, expected in oracle.native.items():
-        if what.startswith("second derivative") and not second_order:
-            continue
-        in_double = ours.double.get(what), oracle.double.get(what)
-        noise = oracle.ulps(what) * _eps(expected.dtype)
-        row = compare(
-            backend.name, what, ours.native.get(what), expected, rtol, atol, _relative_error(*in_double), noise=noise
-        )
-        if row.verdict == "differs":
-            row.verdict = _explain(what, ours, oracle)
-        elif (
-            row.verdict == "equal" and atol is rtol is None and _is_hidden(*in_double, ours.coarsest, oracle.ulps(what))
-        ):
-            row.verdict = "formula"
-        report.rows.append(row)
-    wrong = [row for row in report.rows if row.what.startswith("second derivative") and row.verdict == "formula"]
+    expected = oracle.runs
+    second_order = second_order and expected.no_second_order is None
+    ours = port.runs(inputs, second_order)
+    comparison = _Comparison(port.name, oracle, ours, rtol, atol)
+    report = ParityReport(oracle.name, port.name, {**oracle.versions, "jax": jax.__version__})
+    for library, runs in ("torch", expected), ("JAX", ours):
+        if runs.no_second_order is not None:
+            report.notes.append(f"{library} has no second derivatives: {runs.no_second_order}")
+        if runs.no_double is not None:
+            report.notes.append(
+                f"differences are not explained, as {library} does not run in float64: {runs.no_double}"
+            )
+    seconds = [what for what in expected.native if what.startswith(_SECOND)]
+    report.rows += [comparison.row(what) for what in expected.native if second_order or what not in seconds]
+    wrong = [row for row in report.rows if row.what in seconds and row.verdict == "formula"]
     if wrong:
         with CallMonitor(bypass_rules=False, stops_intermediates=True).active():
-            stopped = _measure(backend, inputs, second_order)
+            stopped = _Comparison(port.name, oracle, port.runs(inputs, second_order), rtol, atol)
         for row in wrong:
-            array, expected = stopped.native.get(row.what), oracle.native[row.what]
-            ulps = oracle.ulps(row.what)
-            noise = ulps * _eps(expected.dtype)
-            again = compare(backend.name, row.what, array, expected, rtol, atol, None, noise=noise)
-            is_hidden = _is_hidden(stopped.double.get(row.what), oracle.double.get(row.what), stopped.coarsest, ulps)
-            is_equal = again.verdict == "equal" and not is_hidden
-            row.verdict = "intermediate" if is_equal else _explain(row.what, stopped, oracle)
-    if any(row.verdict == "intermediate" for row in report.rows):
-        report.notes.append(
-            "intermediate: forward saves an array that is neither an input nor an output. torch drops its derivative "
-            "from second derivatives, and jaxfn does not; without it they agree. Save inputs or outputs and compute "
-            "the rest in backward, for second derivatives that are right in torch too."
-        )
+            verdict = stopped.row(row.what).verdict
+            row.verdict = "intermediate" if verdict == "equal" else verdict
     for what, output in ours.native.items():
-        if what.startswith("output") and what not in oracle.native:
-            report.rows.append(Row(backend.name, what, output.shape, str(output.dtype), verdict="extra"))
-    if any(row.verdict == "kink" for row in report.rows):
-        report.notes.append(
-            "kink: the derivatives agree a small step aside. torch and JAX choose different derivatives of clamp, abs, "
-            "maximum, minimum and norms exactly at the kink or tie; choose inputs off it, or write the derivative out."
-        )
+        if what.startswith("output") and what not in expected.native:
+            report.rows.append(Row(port.name, what, output.shape, str(output.dtype), verdict="extra"))
+    verdicts = {row.verdict for row in report.rows}
+    report.notes += [note for verdict, note in _NOTES.items() if verdict in verdicts]
     return report
 
 
-class _Measured(NamedTuple):
-    """Results of JAX for the inputs in their dtypes, in double precision, and for nearby inputs."""
-
-    native: Measurements
-    double: Measurements
-    nudged: Measurements
-    no_second_order: str | None
-    no_double: str | None
-    coarsest: np.dtype[Any]  # the coarsest dtype of float32 and those in the program for double precision
-
-
-def _measure(backend: JaxBackend, inputs: Inputs, second_order: bool) -> _Measured:
-    """Computes everything that is compared, and the reason if there are no second derivatives."""
-    native, no_second_order = backend.measure(inputs, second_order)
-    double: Measurements = {}
-    nudged: Measurements = {}
-    coarsest, no_double = np.dtype(np.float32), None
-    try:
-        with jax.enable_x64(True):
-            coarsest = max(backend.dtypes(inputs.in_double()), key=rounding)
-            double, _ = backend.measure(inputs.in_double(), second_order)
-            nudged, _ = backend.measure(inputs.nudged(), second_order)
-    except Exception as error:  # it ran in the dtypes of the inputs: it has arrays of these, or checks dtypes
-        no_double = first_line(error)
-    return _Measured(native, double, nudged, no_second_order, no_double, coarsest)
+_SECOND = "second derivative"
+_NOTES = {
+    "intermediate": "intermediate: forward saves an array that is neither an input nor an output. torch drops its "
+    "derivative from second derivatives, and jaxfn does not; without it they agree. Save inputs or outputs and compute "
+    "the rest in backward, for second derivatives that are right in torch too.",
+    "kink": "kink: the derivatives agree a small step aside. torch and JAX choose different derivatives of clamp, abs, "
+    "maximum, minimum and norms exactly at the kink or tie; choose inputs off it, or write the derivative out.",
+}
 
 
-def _explain(what: str, ours: _Measured, oracle: Oracle) -> str:
-    """Returns why a row differs: "rounding", "kink" or "formula"; "differs" if no run in double precision tells."""
-    if ours.double.get(what) is None or oracle.double.get(what) is None:
-        return "differs"
-    ulps = oracle.ulps(what)
-    if _agrees(ours.double.get(what), oracle.double.get(what), ulps):
-        return "rounding"
-    if not what.startswith("output") and _agrees(ours.nudged.get(what), oracle.nudged.get(what), ulps):
-        return "kink"
-    return "formula"
+class _Comparison:
+    """The comparison of what both libraries compute.
+
+    Args:
+      port: the name of the port.
+      oracle: the results of torch.
+      ours: the results of JAX.
+      rtol, atol: the tolerances that the caller passed.
+    """
+
+    def __init__(self, port: str, oracle: Oracle, ours: Runs, rtol: float | None, atol: float | None) -> None:
+        self._port = port
+        self._oracle = oracle
+        self._ours = ours
+        self._tolerances = rtol, atol
+
+    def row(self, what: str) -> Row:
+        """Returns the row of an array of torch."""
+        expected = self._oracle.runs.native[what]
+        noise = self._oracle.ulps(what) * _eps(expected.dtype)
+        rtol, atol = self._tolerances
+        in_double = self._ours.double.get(what), self._oracle.runs.double.get(what)
+        relative = _errors(*in_double, None, 0.0)
+        row = compare(
+            self._port,
+            what,
+            self._ours.native.get(what),
+            expected,
+            rtol,
+            atol,
+            None if relative is None else relative[1],
+            noise=noise,
+        )
+        if row.verdict == "differs":
+            row.verdict = self._explain(what)
+        elif row.verdict == "equal" and atol is rtol is None and is_inexact(expected.dtype):
+            hidden = _errors(*in_double, self._ours.coarsest, self._oracle.ulps(what))
+            if hidden is not None and hidden[2] > 1:  # so that equality in half precision says nothing
+                row.verdict = "formula"
+        return row
+
+    def _explain(self, what: str) -> str:
+        """Returns why a row differs; "differs" if no run in double precision tells."""
+        if what not in self._ours.double or what not in self._oracle.runs.double:
+            return "differs"
+        if self._agree(what, self._ours.double, self._oracle.runs.double):
+            return "rounding"
+        is_output = what.startswith("output")
+        if not is_output and self._agree(what, self._ours.nudged, self._oracle.runs.nudged):
+            return "kink"
+        return "formula"
+
+    def _agree(self, what: str, ours: Measurements, expected: Measurements) -> bool:
+        pair = ours.get(what), expected.get(what)
+        if pair[0] is None or pair[1] is None:
+            return False
+        # A function may compute in single precision whatever the dtypes of its inputs are.
+        coarser = min((x.dtype for x in pair), key=lambda dtype: dtype.itemsize)
+        found = _errors(*pair, coarser, self._oracle.ulps(what))
+        return found is not None and found[2] <= 1
+
+
+def _errors(ours: Array | None, expected: Array | None, dtype: Any, ulps: Any) -> tuple[float, ...] | None:
+    """Returns the `errors` of an array for the rounding of a dtype, by default its own; `None` if there is no pair."""
+    if ours is None or expected is None or ours.shape != expected.shape:
+        return None
+    dtype = ours.dtype if dtype is None else dtype
+    return errors(ours, expected, rounding(dtype), noise=ulps * _eps(dtype))
 
 
 def _eps(dtype: Any) -> float:
     """Returns the epsilon of an inexact dtype, 0 of others."""
     return float(jnp.finfo(dtype).eps) if is_inexact(dtype) else 0.0
-
-
-def _agrees(ours: Array | None, expected: Array | None, ulps: Any) -> bool:
-    if ours is None or expected is None or ours.shape != expected.shape:
-        return False
-    # A function may compute in single precision whatever the dtypes of its inputs are.
-    coarser = min((ours.dtype, expected.dtype), key=lambda dtype: dtype.itemsize)
-    return errors(ours, expected, rounding(coarser), noise=ulps * _eps(coarser))[2] <= 1
-
-
-def _is_hidden(ours: Array | None, expected: Array | None, coarsest: np.dtype[Any], ulps: Any) -> bool:
-    """Whether results in double precision differ, so that equality in half precision says nothing."""
-    if ours is None or expected is None or ours.shape != expected.shape or not is_inexact(ours.dtype):
-        return False
-    return errors(ours, expected, rounding(coarsest), noise=ulps * _eps(coarsest))[2] > 1
-
-
-def _relative_error(ours: Array | None, expected: Array | None) -> float | None:
-    if ours is None or expected is None or ours.shape != expected.shape:
-        return None
-    return errors(ours, expected, rounding(ours.dtype))[1]

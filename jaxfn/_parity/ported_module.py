@@ -13,7 +13,7 @@ from jax.tree_util import keystr, tree_flatten_with_path, tree_leaves, tree_map_
 
 from jaxfn._check.draws import draw
 from jaxfn._check.staging import JaxprFunction, stage
-from jaxfn._compat import eqn_source_line, lower_jaxpr, record_source_lines
+from jaxfn._compat import dce_jaxpr, eqn_source_line, lower_jaxpr, record_source_lines
 from jaxfn._jaxpr import all_eqns, needed_eqns, open_jaxpr
 from jaxfn._parity.backends import output_leaves
 from jaxfn._parity.inputs import Array, Inputs
@@ -72,7 +72,9 @@ class PortedModule:
             return loaded, ()
         if not _is_pair(loaded):
             kind = type(loaded).__name__
-            raise TypeError(f"paritycheck: with has_buffers=True, `load` has to return (parameters, buffers), got {kind}")
+            raise TypeError(
+                f"paritycheck: with has_buffers=True, `load` has to return (parameters, buffers), got {kind}"
+            )
         return tuple(loaded)
 
     def _load_by_path(self, arrays: dict[str, Any]) -> list[dict[str, Any]]:
@@ -85,13 +87,15 @@ class PortedModule:
         except Exception as error:  # any, as NumPy and other libraries raise their own for tracers
             self._load(arrays)  # raises again, unless tracers are the reason
             names = [name for name in arrays if not self._is_traceable(name)]
+            which = ", ".join(names) if 0 < len(names) < len(arrays) else "its arrays"
             raise TypeError(
-                f"paritycheck: `load` cannot be differentiated by {', '.join(names) or 'its arrays'}: it makes NumPy "
-                "arrays or Python numbers of them. Use methods of the arrays and jax.numpy."
+                f"paritycheck: `load` cannot be differentiated by {which}: it makes NumPy arrays or Python numbers of "
+                "them. Use methods of the arrays and jax.numpy."
             ) from error
 
     def _is_traceable(self, name: str) -> bool:
-        arrays = self._arrays(self._record.parameters)
+        """Whether `load` can be traced with one array that is traced, and others that are not."""
+        arrays: dict[str, Any] = self._record.buffers | self._record.parameters
         try:
             stage(lambda array: self._load_by_path(arrays | {name: array}), arrays[name])
         except Exception:
@@ -108,8 +112,8 @@ class PortedModule:
 
     def expected_buffers(self, arrays: Mapping[str, Any]) -> dict[str, Array]:
         """Returns the buffers that the port has to return, by path, from torch's new arrays."""
-        loaded, found = self._load_by_path(self._arrays(arrays))
-        return {path: np.asarray(x) for path, x in found.items()}
+        _, buffers = self._load_by_path(self._arrays(arrays))
+        return {path: np.asarray(x) for path, x in buffers.items()}
 
     def _call(self, named: Any, extra: Any, buffers: Any, values: Any) -> tuple[dict[int, Any], dict[str, Any]]:
         parameters, loaded_buffers = self._load(self._arrays(named))
@@ -153,6 +157,7 @@ class PortedModule:
         with record_source_lines():
             closed, shape = jax.make_jaxpr(self._program, return_shape=True)(*start)
         jaxpr, consts = open_jaxpr(lower_jaxpr(closed))
+        jaxpr = dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars))  # a module that `load` creates draws its parameters first
         computed = [(eqn, v.aval.dtype) for eqn in all_eqns(jaxpr) for v in eqn.outvars if hasattr(v.aval, "dtype")]
         exact, none = tolerance(np.float64), (0.0, "", None)
         rtol, dtype, eqn = max(

@@ -3,9 +3,10 @@
 # Note: when a value is found
 
 A value is the output of a torch layer if the port gave it the layer's name, by `jax.ad_checkpoint.checkpoint_name`.
-Otherwise a value is found if one has its numbers, up to the order of axes and to a reshape: a port may have the channels
-last, or the batch in another axis. The program runs in double precision, so that another value with these numbers is
-not a matter of chance. Arrays whose numbers are all equal, such as zeros, are found anywhere and do not count.
+Otherwise a value is found if one has its numbers, up to the order of axes and to a reshape: a port may have the
+channels last, or the batch in another axis. The program runs in double precision, so that another value with these
+numbers is not a matter of chance. Arrays whose numbers are all equal, such as zeros, are found anywhere and do not
+count.
 """
 
 from __future__ import annotations
@@ -126,11 +127,7 @@ class Values:
           name: the name of the layer that returned it.
           reshapes: whether the value may have another shape than that of permuted axes.
         """
-        if name in self._named:
-            candidates = self._named[name]
-        else:
-            candidates = self._with_moments_of(target)
-        for value in candidates:
+        for value in self._named[name] if self.is_named(name) else self._with_moments_of(target):
             axes = order_of_axes(value.array, target, self.rtol, reshapes)
             if axes is not None:
                 return _described(value.eqn, axes)
@@ -148,7 +145,7 @@ class Values:
         return [values[i] for i in np.flatnonzero(is_near)]
 
     def nearest(self, target: Array, name: str) -> Array | None:
-        """Returns the value with the least distance, in its axes, among those with the layer's name or of this shape."""
+        """Returns the closest value in the target's axes, of those with the layer's name or with permuted axes."""
         named = self._named.get(name, [])
         values = named or self._by_size.get(target.size, [])
         arrays = [moved for x in values for _, moved in _layouts(x.array, target.shape, reshapes=bool(named))]
