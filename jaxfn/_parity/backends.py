@@ -73,19 +73,20 @@ class Backend(ABC):
         """Returns everything that is compared, and the reason if there are no second derivatives."""
         outputs = self.outputs(inputs)
         measured: Measurements = {f"output {i}": y for i, y in outputs.items()}
-        if not any(map(self.is_differentiated, outputs)):
+        if not inputs.values or not any(map(self.is_differentiated, outputs)):
             return measured, None
         everything = range(len(inputs.values))
-        alone = [(" (alone)", (i,)) for i in everything] if len(everything) > 1 else []
-        for suffix, pattern in [("", everything), *alone]:
-            for i, gradient in zip(pattern, self.gradients(inputs, pattern), strict=True):
-                measured[f"gradient of {inputs.names[i]}{suffix}"] = gradient
         differentiated = [i for i, y in outputs.items() if is_inexact(y.dtype) and self.is_differentiated(i)]
-        for output in differentiated if len(differentiated) > 1 else ():  # the gradients of the others are undefined
-            for name, gradient in zip(inputs.names, self.gradients(inputs, everything, output), strict=True):
-                measured[f"gradient of {name} (output {output} alone)"] = gradient
+        chosen: list[tuple[str, Sequence[int], int | None]] = [("", everything, None)]
+        if len(everything) > 1:
+            chosen += [(" (alone)", [i], None) for i in everything]
+        if len(differentiated) > 1:  # the gradients of the other outputs are undefined
+            chosen += [(f" (output {output} alone)", everything, output) for output in differentiated]
+        for suffix, pattern, output in chosen:
+            for i, gradient in zip(pattern, self.gradients(inputs, pattern, output), strict=True):
+                measured[f"gradient of {inputs.names[i]}{suffix}"] = gradient
         no_second_order = None
-        if second_order and inputs.values:
+        if second_order:
             try:
                 seconds = self.second_derivatives(inputs)
                 measured |= {f"second derivative, {name}": x for name, x in seconds.items()}
@@ -191,17 +192,17 @@ class TorchBackend(Backend):
         leaves, outputs = self._differentiated(inputs, pattern)
         outputs = [(i, y) for i, y in outputs if output in (None, i)]
         grad_outputs = [draw_tensor("grad_output", i, y) for i, y in outputs]
-        return [to_numpy(x) for x in _torch_grad([y for _, y in outputs], leaves, grad_outputs)]
+        return [to_numpy(x) for x in torch_grad([y for _, y in outputs], leaves, grad_outputs)]
 
     def second_derivatives(self, inputs: Inputs) -> Measurements:
         leaves, outputs = self._differentiated(inputs, range(len(inputs.values)))
         grad_outputs = [draw_tensor("grad_output", i, y).requires_grad_() for i, y in outputs]
-        gradients = _torch_grad([y for _, y in outputs], leaves, grad_outputs, create_graph=True)
+        gradients = torch_grad([y for _, y in outputs], leaves, grad_outputs, create_graph=True)
         if any(map(_leads_to_error_node, gradients)):
             raise RuntimeError("backward was marked with @once_differentiable")
         differentiable = [(i, g) for i, g in enumerate(gradients) if g.requires_grad]
         directions = [draw_tensor("direction", i, g) for i, g in differentiable]
-        seconds = _torch_grad([g for _, g in differentiable], [*leaves, *grad_outputs], directions)
+        seconds = torch_grad([g for _, g in differentiable], [*leaves, *grad_outputs], directions)
         names = [*inputs.names, *(f"grad_output {i}" for i, _ in outputs)]
         return {name: to_numpy(x) for name, x in zip(names, seconds, strict=True)}
 
@@ -218,10 +219,11 @@ def _copied(function: Callable[..., Any], dtype: Any) -> Callable[..., Any]:
     return module if owner is function else getattr(module, function.__name__)
 
 
-def _torch_grad(outputs: list[Any], leaves: list[Any], grad_outputs: list[Any], create_graph: bool = False) -> Any:
+def torch_grad(outputs: list[Any], leaves: list[Any], grad_outputs: list[Any], create_graph: bool = False) -> list[Any]:
+    """Returns the gradients of tensors, zeros where torch has none."""
     import torch
 
-    if not outputs:
+    if not outputs or not leaves:
         return [torch.zeros_like(x) for x in leaves]
     gradients: Any = torch.autograd.grad(outputs, leaves, grad_outputs, create_graph=create_graph, allow_unused=True)
     return [torch.zeros_like(x) if g is None else g for g, x in zip(gradients, leaves, strict=True)]

@@ -9,7 +9,7 @@ from typing import Any
 
 from jaxfn._check.arguments import as_arguments
 from jaxfn._check.reports import first_line
-from jaxfn._parity.backends import Measurements, draw_tensor, output_leaves, to_numpy
+from jaxfn._parity.backends import Measurements, draw_tensor, output_leaves, to_numpy, torch_grad
 from jaxfn._parity.inputs import Array, Inputs
 from jaxfn._torch.values.arrays import to_torch
 
@@ -156,14 +156,9 @@ def _run(module: Any, inputs: Inputs, parameters: Mapping[str, Any]) -> tuple[di
         raise ValueError(f"paritycheck: {type(module).__name__} returned no tensor for these inputs")
     wanted = {**parameters, **dict(zip(inputs.names, leaves, strict=True))}
     differentiated = {i: y for i, y in outputs.items() if y.requires_grad}
-    gradients = {name: torch.zeros_like(x) for name, x in wanted.items()}
-    if differentiated and wanted:
-        cotangents = [draw_tensor("grad_output", i, y) for i, y in differentiated.items()]
-        found: Any = torch.autograd.grad(
-            list(differentiated.values()), list(wanted.values()), cotangents, allow_unused=True
-        )
-        gradients |= {name: g for name, g in zip(wanted, found, strict=True) if g is not None}
-    return {i: y.detach().clone() for i, y in outputs.items()}, gradients
+    cotangents = [draw_tensor("grad_output", i, y) for i, y in differentiated.items()]
+    gradients = torch_grad(list(differentiated.values()), list(wanted.values()), cotangents)
+    return {i: y.detach().clone() for i, y in outputs.items()}, dict(zip(wanted, gradients, strict=True))
 
 
 def _tensors_in(value: Any) -> Iterator[Any]:

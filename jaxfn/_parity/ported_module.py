@@ -90,7 +90,7 @@ class PortedModule:
             which = ", ".join(names) if 0 < len(names) < len(arrays) else "its arrays"
             raise TypeError(
                 f"paritycheck: `load` cannot be differentiated by {which}: it makes NumPy arrays or Python numbers of "
-                "them. Use methods of the arrays and jax.numpy."
+                "them, or sets them in an object that it did not create. Use methods of the arrays and jax.numpy."
             ) from error
 
     def _is_traceable(self, name: str) -> bool:
