@@ -153,7 +153,7 @@ class Values:
 
 
 def _described(eqn: Any, axes: Sequence[int]) -> str:
-    source = "an argument" if eqn is None else eqn_source_line(eqn) or eqn.primitive.name
+    source = "an argument or a constant" if eqn is None else eqn_source_line(eqn) or eqn.primitive.name
     name = f"named {eqn.params['name']!r}, " if eqn is not None and eqn.primitive is name_p else ""
     return f"{name}{source}" + (f", axes {tuple(axes)}" if list(axes) != sorted(axes) else "")
 
