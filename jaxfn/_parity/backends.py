@@ -30,7 +30,7 @@ Measurements = dict[str, Array]
 
 
 class Runs(NamedTuple):
-    """What a library computes for the inputs in their dtypes, in double precision, and for nearby inputs.
+    """Results of a library for the inputs in their dtypes, in double precision, and for nearby inputs.
 
     Attributes:
       native, double, nudged: the results.

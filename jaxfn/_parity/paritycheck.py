@@ -41,7 +41,7 @@ def paritycheck(
 ) -> ParityReport:
     """Compares a JAX function with the torch function that it was ported from, on equal numbers.
 
-    Outputs, the gradients of all inputs together and of each alone, and second derivatives are computed by both, in the
+    Outputs, the gradients of all inputs at once and of each alone, and second derivatives are computed by both, in the
     dtypes of the inputs and in double precision. If they differ, the second run distinguishes rounding from a wrong
     formula; a third run, a small step away, detects differences at a kink only (torch and JAX choose different
     derivatives of `clamp`, `abs`, `maximum` and norms exactly there).
@@ -281,7 +281,7 @@ def _compare(
     expected = oracle.runs
     second_order = second_order and expected.no_second_order is None
     ours = port.runs(inputs, second_order)
-    comparison = _Comparison(port.name, oracle, ours, rtol, atol)
+    comparison = _ParityComparison(port.name, oracle, ours, rtol, atol)
     report = ParityReport(oracle.name, port.name, {**oracle.versions, "jax": jax.__version__})
     for library, runs in ("torch", expected), ("JAX", ours):
         if runs.no_second_order is not None:
@@ -295,7 +295,7 @@ def _compare(
     wrong = [row for row in report.rows if row.what in seconds and row.verdict == "formula"]
     if wrong:
         with CallMonitor(bypass_rules=False, stops_intermediates=True).active():
-            stopped = _Comparison(port.name, oracle, port.runs(inputs, second_order), rtol, atol)
+            stopped = _ParityComparison(port.name, oracle, port.runs(inputs, second_order), rtol, atol)
         for row in wrong:
             verdict = stopped.row(row.what).verdict
             row.verdict = "intermediate" if verdict == "equal" else verdict
@@ -317,7 +317,7 @@ _NOTES = {
 }
 
 
-class _Comparison:
+class _ParityComparison:
     """The comparison of what both libraries compute.
 
     Args:

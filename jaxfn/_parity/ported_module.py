@@ -25,7 +25,7 @@ Load = Callable[[dict[str, Any]], Any]
 
 
 class PortResults(NamedTuple):
-    """What a port computes: outputs by index, new buffers by path, and gradients by name."""
+    """Results of a port: outputs by index, new buffers by path, and gradients by name."""
 
     outputs: Any
     buffers: Any

@@ -35,7 +35,7 @@ class _Value(NamedTuple):
     eqn: Any
 
 
-class _Origin(NamedTuple):
+class _ValueOrigin(NamedTuple):
     """The origin of a value that depends on an argument or on random numbers.
 
     Attributes:
@@ -66,14 +66,14 @@ class Values:
         self._named: dict[str, list[_Value]] = {}
         self._stopped: list[tuple[Any, Array]] = []  # variables with their values
         self._used: set[int] = set()  # ids of variables that something else than `stop_gradient` uses
-        self._origins: dict[int, _Origin] = {}  # by the id of a value
+        self._origins: dict[int, _ValueOrigin] = {}  # by the id of a value
         self._by_size: dict[int, list[_Value]] = {}
         self._moments: dict[int, Array] = {}
 
     def evaluate(self, jaxpr: Any, consts: Sequence[Any], arguments: Sequence[Any]) -> list[Any]:
         """Evaluates a program and records its values; returns its outputs."""
         for argument in arguments:
-            self._origins[id(argument)] = _Origin(argument)
+            self._origins[id(argument)] = _ValueOrigin(argument)
         for value in (*arguments, *consts):  # among the constants are the gradients of the outputs
             self._add(value, None)
         return EqnInterpreter(jaxpr, consts, arguments, self._visit).results
@@ -100,7 +100,7 @@ class Values:
             if id(result) in self._origins:  # an operand, or a result of an inner eqn
                 continue
             if origins or draws:
-                self._origins[id(result)] = _Origin(result, is_random, others[0] if len(others) == 1 else None)
+                self._origins[id(result)] = _ValueOrigin(result, is_random, others[0] if len(others) == 1 else None)
             self._add(result, eqn)
 
     def _ancestors(self, value: Any) -> Iterator[Array]:
