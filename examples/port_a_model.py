@@ -102,10 +102,10 @@ def main() -> Results:
     images = np.random.default_rng(0).standard_normal((4, 3, 9, 11)).astype(np.float32)
 
     def check(**mistake: Any) -> jaxfn.ParityReport:
-        def apply(port: nnx.State, x: jax.Array) -> jax.Array:
-            return nnx.merge(graphdef, port)(x)
+        def apply(state: Any, x: jax.Array) -> jax.Array:
+            return nnx.merge(graphdef, state)(x)
 
-        def load_state(arrays: dict[str, jax.Array]) -> nnx.State:
+        def load_state(arrays: dict[str, jax.Array]) -> Any:
             return nnx.state(load(Port(nnx.Rngs(0), **mistake), arrays))
 
         graphdef = nnx.graphdef(Port(nnx.Rngs(0), **mistake))

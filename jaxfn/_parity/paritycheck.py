@@ -370,9 +370,9 @@ class _ParityComparison:
         return "formula"
 
     def _agree(self, what: str, ours: Measurements, expected: Measurements) -> bool:
-        pair = ours.get(what), expected.get(what)
-        if pair[0] is None or pair[1] is None:
+        if what not in ours or what not in expected:
             return False
+        pair = ours[what], expected[what]
         # A function may compute in single precision whatever the dtypes of its inputs are.
         coarser = min((x.dtype for x in pair), key=lambda dtype: dtype.itemsize)
         found = _errors(*pair, coarser, self._oracle.ulps(what))

@@ -96,8 +96,12 @@ class PortedModule:
     def _is_traceable(self, name: str) -> bool:
         """Whether `load` can be traced with one array that is traced, and others that are not."""
         arrays: dict[str, Any] = self._record.buffers | self._record.parameters
+
+        def load_one(array: Any) -> list[dict[str, Any]]:
+            return self._load_by_path(arrays | {name: array})
+
         try:
-            stage(lambda array: self._load_by_path(arrays | {name: array}), arrays[name])
+            stage(load_one, arrays[name])
         except Exception:
             return False
         return True
@@ -139,7 +143,8 @@ class PortedModule:
             return chosen, (outputs, new_buffers)
 
         chosen, pullback, (outputs, new_buffers) = jax.vjp(differentiable, named, extra, values, has_aux=True)
-        of_named, of_extra, of_values = pullback({i: conjugate(draw("grad_output", i, y)) for i, y in chosen.items()})
+        cotangents = {i: conjugate(jnp.asarray(draw("grad_output", i, y))) for i, y in chosen.items()}
+        of_named, of_extra, of_values = pullback(cotangents)
         gradients = of_named | of_extra | dict(zip(self._inputs.names, of_values, strict=True))
         return PortResults(outputs, new_buffers, jax.tree.map(conjugate, gradients))
 
@@ -159,12 +164,11 @@ class PortedModule:
         jaxpr, consts = open_jaxpr(lower_jaxpr(closed))
         jaxpr = dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars))  # a module that `load` creates draws its parameters first
         computed = [(eqn, v.aval.dtype) for eqn in all_eqns(jaxpr) for v in eqn.outvars if hasattr(v.aval, "dtype")]
-        exact, none = tolerance(np.float64), (0.0, "", None)
-        rtol, dtype, eqn = max(
-            [(tolerance(t), str(t), eqn) for eqn, t in computed if is_inexact(t)], key=itemgetter(0), default=none
-        )
-        coarse = f"{dtype} ({eqn_source_line(eqn) or eqn.primitive.name})" if rtol > exact else ""
-        values = Values(max(rtol, exact))
+        values, coarse = Values(tolerance(np.float64)), ""
+        found = [(tolerance(t), str(t), eqn) for eqn, t in computed if is_inexact(t) and tolerance(t) > values.rtol]
+        if found:
+            values.rtol, dtype, eqn = max(found, key=itemgetter(0))
+            coarse = f"{dtype} ({eqn_source_line(eqn) or eqn.primitive.name})"
         results = values.evaluate(jaxpr, consts, tree_leaves(start))
         return tree_unflatten(jax.tree.structure(shape), [np.asarray(x) for x in results]), values, coarse
 
@@ -199,7 +203,11 @@ def _arrays_by_path(tree: Any) -> dict[str, Any]:
 
 def _replaced(tree: Any, arrays: Mapping[str, Any]) -> Any:
     """Returns a pytree with other arrays at some paths."""
-    return tree_map_with_path(lambda path, leaf: arrays.get(keystr(path), leaf), tree)
+
+    def new(path: Any, leaf: Any) -> Any:
+        return arrays.get(keystr(path), leaf)
+
+    return tree_map_with_path(new, tree)
 
 
 def _is_pair(value: Any) -> bool:
