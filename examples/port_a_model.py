@@ -3,8 +3,8 @@
     pip install "jaxfn[torch]" flax
     python examples/port_a_model.py
 
-The port has its channels last and is loaded with torch's weights. `jaxfn.paritycheck` compares outputs, the gradient of
-every parameter, batch statistics, and three steps of gradient descent. Then the port is changed by one mistake, and the
+The port has its channels last, and `load` returns its state from torch's arrays. `jaxfn.paritycheck` compares outputs,
+the gradient of every parameter, and three steps of gradient descent. Then the port is changed by one mistake, and the
 check says in which layer it is, by its name in torch.
 """
 
@@ -73,21 +73,20 @@ class Port(nnx.Module):
         return self.head(self.norm(x.mean((1, 2))))
 
 
-def load(port: Port, original: Original) -> Port:
-    """Copies the weights of the original into flax's layouts, (in, out) and (height, width, in, out)."""
-    for name, tensor in original.state_dict().items():
+def load(port: Port, arrays: dict[str, jax.Array]) -> Port:
+    """Copies the arrays of the original into flax's layouts, (in, out) and (height, width, in, out)."""
+    for name, array in arrays.items():
         *path, kind = name.split(".")
         layer: Any = port
         for part in path:
             layer = layer[int(part)] if part.isdigit() else getattr(layer, part)
-        array = tensor.numpy()
         is_norm = hasattr(layer, "scale")
         if kind == "weight":
             axes = {1: (0,), 2: (1, 0), 4: (2, 3, 1, 0)}[array.ndim]
-            (layer.scale if is_norm else layer.kernel).set_value(jax.numpy.asarray(array.transpose(axes)))
+            (layer.scale if is_norm else layer.kernel).set_value(array.transpose(axes))
         elif kind != "num_batches_tracked":
             names = {"bias": "bias", "running_mean": "mean", "running_var": "var"}
-            getattr(layer, names[kind]).set_value(jax.numpy.asarray(array))
+            getattr(layer, names[kind]).set_value(array)
     return port
 
 
@@ -103,13 +102,14 @@ def main() -> Results:
     images = np.random.default_rng(0).standard_normal((4, 3, 9, 11)).astype(np.float32)
 
     def check(**mistake: Any) -> jaxfn.ParityReport:
-        port = load(Port(nnx.Rngs(0), **mistake), original)
-        graphdef, state = nnx.split(port)
-
         def apply(state: Any, x: jax.Array) -> jax.Array:
             return nnx.merge(graphdef, state)(x)
 
-        return jaxfn.paritycheck(apply, original, [images], parameters=state, steps=3, raise_exception=False)
+        def load_state(arrays: dict[str, jax.Array]) -> Any:
+            return nnx.state(load(Port(nnx.Rngs(0), **mistake), arrays))
+
+        graphdef = nnx.graphdef(Port(nnx.Rngs(0), **mistake))
+        return jaxfn.paritycheck(apply, original, [images], load=load_state, steps=3, raise_exception=False)
 
     results = Results(check(), check(epsilon=1e-6), check(is_approximate=True))
     print(results.right)

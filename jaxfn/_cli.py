@@ -66,7 +66,9 @@ def _parser() -> argparse.ArgumentParser:
     _add_inputs(check, "float64")
     parity = _command(commands, "parity", _parity, "compare a port with its torch original (jaxfn.paritycheck)")
     parity.add_argument("function", help="module:name of the port")
-    parity.add_argument("reference", nargs="?", help="module:name of the torch Function or function")
+    parity.add_argument("reference", nargs="?", help="module:name of the torch Function, function or module")
+    parity.add_argument("--load", help="module:name of the function from a torch module's arrays to the parameters")
+    parity.add_argument("--has-buffers", action="store_true", help="--load returns (parameters, buffers)")
     parity.add_argument("--oracle", help="file that jaxfn.record_oracle wrote, instead of a reference and inputs")
     _add_inputs(parity, "float32")
     explain = _command(commands, "explain", _explain, "show the translation of torch code (jaxfn.from_torch)")
@@ -170,7 +172,13 @@ def _parity(options: Any) -> int:
         reference, inputs = options.oracle, None
     else:
         reference, inputs = _callable(options.reference), _inputs(options)
-    return _conclude(options, jaxfn.paritycheck(function, reference, inputs, raise_exception=False))
+    load = _callable(options.load) if options.load else None
+    if options.has_buffers and load is None:
+        raise _UsageError("--has-buffers needs --load")
+    report = jaxfn.paritycheck(
+        function, reference, inputs, load=load, has_buffers=options.has_buffers, raise_exception=False
+    )
+    return _conclude(options, report)
 
 
 def _explain(options: Any) -> int:

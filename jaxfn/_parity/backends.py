@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import copy
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Generator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -19,12 +20,31 @@ from jax.tree_util import tree_leaves
 from jaxfn._check.draws import draw
 from jaxfn._check.reports import first_line
 from jaxfn._jaxpr import all_eqns, open_jaxpr
+from jaxfn._parity.comparison import rounding
 from jaxfn._parity.inputs import Array, Inputs
 from jaxfn._torch.values.arrays import to_jax, to_torch
 from jaxfn._tree import conjugate, is_array_leaf, is_inexact, is_none
 
 Measurements = dict[str, Array]
 """Arrays by name: `output 0`, `gradient of input 0 (alone)`, ..."""
+
+
+class Runs(NamedTuple):
+    """Results of a library for the inputs in their dtypes, in double precision, and for nearby inputs.
+
+    Attributes:
+      native, double, nudged: the results.
+      no_second_order: the reason if there are no second derivatives.
+      no_double: the reason if the function does not run in double precision; `double` and `nudged` are empty then.
+      coarsest: the coarsest dtype of float32 and those in which it computes for double precision.
+    """
+
+    native: Measurements
+    double: Measurements
+    nudged: Measurements
+    no_second_order: str | None
+    no_double: str | None
+    coarsest: np.dtype[Any] = np.dtype(np.float32)
 
 
 class Backend(ABC):
@@ -53,25 +73,46 @@ class Backend(ABC):
         """Returns everything that is compared, and the reason if there are no second derivatives."""
         outputs = self.outputs(inputs)
         measured: Measurements = {f"output {i}": y for i, y in outputs.items()}
-        if not any(map(self.is_differentiated, outputs)):
+        if not inputs.values or not any(map(self.is_differentiated, outputs)):
             return measured, None
-        for pattern in inputs.patterns():
-            gradients = self.gradients(inputs, pattern)
-            for i, gradient in zip(pattern, gradients, strict=True):
-                measured[f"gradient of {inputs.names[i]}{_together(inputs, pattern)}"] = gradient
-        differentiated = [i for i, y in outputs.items() if is_inexact(y.dtype) and self.is_differentiated(i)]
         everything = range(len(inputs.values))
-        for output in differentiated if len(differentiated) > 1 else ():  # the gradients of the others are undefined
-            for name, gradient in zip(inputs.names, self.gradients(inputs, everything, output), strict=True):
-                measured[f"gradient of {name} (output {output} alone)"] = gradient
+        differentiated = [i for i, y in outputs.items() if is_inexact(y.dtype) and self.is_differentiated(i)]
+        chosen: list[tuple[str, Sequence[int], int | None]] = [("", everything, None)]
+        if len(everything) > 1:
+            chosen += [(" (alone)", [i], None) for i in everything]
+        if len(differentiated) > 1:  # the gradients of the other outputs are undefined
+            chosen += [(f" (output {output} alone)", everything, output) for output in differentiated]
+        for suffix, pattern, output in chosen:
+            for i, gradient in zip(pattern, self.gradients(inputs, pattern, output), strict=True):
+                measured[f"gradient of {inputs.names[i]}{suffix}"] = gradient
         no_second_order = None
-        if second_order and inputs.values:
+        if second_order:
             try:
                 seconds = self.second_derivatives(inputs)
                 measured |= {f"second derivative, {name}": x for name, x in seconds.items()}
             except (RuntimeError, NotImplementedError, TypeError) as error:
                 no_second_order = first_line(error)
         return measured, no_second_order
+
+    def runs(self, inputs: Inputs, second_order: bool) -> Runs:
+        """Returns everything that is compared, for the inputs, in double precision, and for nearby inputs."""
+        native, no_second_order = self.measure(inputs, second_order)
+        try:
+            with self.in_double() as backend:
+                double, _ = backend.measure(inputs.in_double(), second_order)
+                nudged, _ = backend.measure(inputs.nudged(), second_order)
+                coarsest = backend.coarsest_dtype(inputs.in_double())
+        except Exception as error:  # it ran in the dtypes of the inputs: it has arrays of these, or checks dtypes
+            return Runs(native, {}, {}, no_second_order, first_line(error))
+        return Runs(native, double, nudged, no_second_order, None, coarsest)
+
+    def coarsest_dtype(self, inputs: Inputs) -> np.dtype[Any]:
+        """Returns the coarsest dtype of float32 and those in which the function computes, as far as they are known."""
+        return np.dtype(np.float32)
+
+    @abstractmethod
+    def in_double(self) -> AbstractContextManager[Backend]:
+        """Returns a context with the function in double precision."""
 
     @abstractmethod
     def outputs(self, inputs: Inputs) -> dict[int, Array]:
@@ -111,20 +152,23 @@ def function_name(function: Any) -> str:
     return owner.__name__ if isinstance(owner, type) else type(getattr(owner, "torch_module", owner)).__name__
 
 
-def _together(inputs: Inputs, pattern: Sequence[int]) -> str:
-    if len(inputs.values) == 1:
-        return ""
-    if len(pattern) == 1:
-        return " (alone)"
-    return f" (with {', '.join(inputs.names[i].removeprefix('input ') for i in pattern)})"
-
-
 class TorchBackend(Backend):
     """Evaluation by torch, on the CPU. A module is copied, so that its buffers do not change."""
 
     def __init__(self, function: Any, differentiated: Collection[int] | None = None, *, dtype: Any = None) -> None:
         super().__init__(function, differentiated)
         self.function = _copied(self.function, dtype)
+        self._original = function
+
+    def in_double(self) -> AbstractContextManager[Backend]:
+        return nullcontext(self.with_dtype("float64"))
+
+    def with_dtype(self, name: str | None) -> TorchBackend:
+        """Returns a backend for a copy of a module in a dtype; other functions follow that of their arguments."""
+        import torch
+
+        dtype = None if name is None else getattr(torch, name)
+        return TorchBackend(self._original, self._differentiated_outputs, dtype=dtype)
 
     def _call(self, inputs: Inputs, leaves: Sequence[Any]) -> dict[int, Any]:
         import torch
@@ -148,17 +192,17 @@ class TorchBackend(Backend):
         leaves, outputs = self._differentiated(inputs, pattern)
         outputs = [(i, y) for i, y in outputs if output in (None, i)]
         grad_outputs = [draw_tensor("grad_output", i, y) for i, y in outputs]
-        return [to_numpy(x) for x in _torch_grad([y for _, y in outputs], leaves, grad_outputs)]
+        return [to_numpy(x) for x in torch_grad([y for _, y in outputs], leaves, grad_outputs)]
 
     def second_derivatives(self, inputs: Inputs) -> Measurements:
         leaves, outputs = self._differentiated(inputs, range(len(inputs.values)))
         grad_outputs = [draw_tensor("grad_output", i, y).requires_grad_() for i, y in outputs]
-        gradients = _torch_grad([y for _, y in outputs], leaves, grad_outputs, create_graph=True)
+        gradients = torch_grad([y for _, y in outputs], leaves, grad_outputs, create_graph=True)
         if any(map(_leads_to_error_node, gradients)):
             raise RuntimeError("backward was marked with @once_differentiable")
         differentiable = [(i, g) for i, g in enumerate(gradients) if g.requires_grad]
         directions = [draw_tensor("direction", i, g) for i, g in differentiable]
-        seconds = _torch_grad([g for _, g in differentiable], [*leaves, *grad_outputs], directions)
+        seconds = torch_grad([g for _, g in differentiable], [*leaves, *grad_outputs], directions)
         names = [*inputs.names, *(f"grad_output {i}" for i, _ in outputs)]
         return {name: to_numpy(x) for name, x in zip(names, seconds, strict=True)}
 
@@ -175,10 +219,11 @@ def _copied(function: Callable[..., Any], dtype: Any) -> Callable[..., Any]:
     return module if owner is function else getattr(module, function.__name__)
 
 
-def _torch_grad(outputs: list[Any], leaves: list[Any], grad_outputs: list[Any], create_graph: bool = False) -> Any:
+def torch_grad(outputs: list[Any], leaves: list[Any], grad_outputs: list[Any], create_graph: bool = False) -> list[Any]:
+    """Returns the gradients of tensors, zeros where torch has none."""
     import torch
 
-    if not outputs:
+    if not outputs or not leaves:
         return [torch.zeros_like(x) for x in leaves]
     gradients: Any = torch.autograd.grad(outputs, leaves, grad_outputs, create_graph=create_graph, allow_unused=True)
     return [torch.zeros_like(x) if g is None else g for g, x in zip(gradients, leaves, strict=True)]
@@ -213,6 +258,11 @@ def draw_tensor(purpose: str, index: int, like: Any) -> Any:
 class JaxBackend(Backend):
     """Evaluation by JAX, under the active x64 setting."""
 
+    @contextmanager
+    def in_double(self) -> Generator[Backend]:
+        with jax.enable_x64(True):
+            yield self
+
     def _call(self, inputs: Inputs, values: Sequence[Any]) -> dict[int, jax.Array]:
         returned = inputs.call(self.function, jnp.asarray, values)
         return {i: jnp.asarray(y) for i, y in output_leaves(returned, self.name, is_array_leaf).items()}
@@ -220,11 +270,11 @@ class JaxBackend(Backend):
     def outputs(self, inputs: Inputs) -> dict[int, Array]:
         return {i: np.asarray(y) for i, y in self._call(inputs, [jnp.asarray(x) for x in inputs.values]).items()}
 
-    def dtypes(self, inputs: Inputs) -> set[np.dtype[Any]]:
-        """Returns float32, and the dtypes of intermediate values."""
+    def coarsest_dtype(self, inputs: Inputs) -> np.dtype[Any]:
         traced = jax.make_jaxpr(partial(self._call, inputs))([jnp.asarray(x) for x in inputs.values])
         avals = [v.aval for eqn in all_eqns(open_jaxpr(traced)[0]) for v in eqn.outvars]
-        return {np.dtype(np.float32)} | {np.dtype(x.dtype) for x in avals if is_inexact(getattr(x, "dtype", None))}
+        dtypes = {np.dtype(x.dtype) for x in avals if is_inexact(getattr(x, "dtype", None))}
+        return max({np.dtype(np.float32)} | dtypes, key=rounding)
 
     def _pullback(
         self, inputs: Inputs, values: Sequence[Any], pattern: Sequence[int], output: int | None = None

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from itertools import combinations
 from typing import Any
 
 import jax.numpy as jnp
@@ -15,8 +14,6 @@ from jaxfn._tree import double, is_array_leaf, is_inexact, is_none
 
 Array = np.ndarray[Any, Any]
 
-# With more differentiable inputs than this, only each alone and all together are differentiated, not every subset.
-_ALL_SUBSETS_UP_TO = 5
 # A relative step away from a kink: large compared with double precision, small compared with the values.
 _STEP = 1e-4
 _ULPS = 2  # the change of a sample, in units in the last place
@@ -59,12 +56,6 @@ class Inputs:
         for position, value in zip(self._positions, values, strict=True):
             leaves[position] = value
         return function(*tree_unflatten(self._tree, leaves))
-
-    def patterns(self) -> list[tuple[int, ...]]:
-        """Returns the sets of inputs that are differentiated together: every subset, or singles and all."""
-        everything = tuple(range(len(self.values)))
-        sizes = range(1, len(everything) + 1) if len(everything) <= _ALL_SUBSETS_UP_TO else (1, len(everything))
-        return [subset for size in sizes for subset in combinations(everything, size)]
 
     def _with_values(self, values: Sequence[Array]) -> Inputs:
         leaves = list(self._leaves)

@@ -7,10 +7,9 @@ or not. A value that the port does not compute, since it fuses two layers, is no
 later one that depends on it is found.
 
 The first layer whose output is not found deviates, if its input is found. Otherwise something before it does: a layer
-that returns its input, such as dropout in evaluation mode, or the code of the module around it. The operand of a weight
-in a matrix product or a convolution is the layer's input in the port. Gradients are searched from the last layer to the
-first, where a layer deviates if the gradient of its output is found, and that of its input or of a parameter is not. A
-`stop_gradient` of a layer's output counts for that layer.
+that returns its input, such as dropout in evaluation mode, or the code of the module around it. Gradients are searched
+from the last layer to the first, where a layer deviates if the gradient of its output is found, and that of its input
+or of a parameter is not. A `stop_gradient` of a layer's output counts for that layer.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ import numpy as np
 from jaxfn._parity.inputs import Array
 from jaxfn._parity.module_record import LayerCall, ModuleRecord
 from jaxfn._parity.report import Deviation
-from jaxfn._parity.values import Values, closest, is_equal, is_informative
+from jaxfn._parity.values import Values, is_informative, order_of_axes
 
 _OF_INPUT = "gradient of its input"
 Gradients = Mapping[str, tuple[Array, Array]]
@@ -34,13 +33,11 @@ class LayerSearch:
     Args:
       record: what torch computed.
       values: the values of the port.
-      leaves: the index of the port's leaf for each torch parameter that has one.
     """
 
-    def __init__(self, record: ModuleRecord, values: Values, leaves: Mapping[str, int]) -> None:
+    def __init__(self, record: ModuleRecord, values: Values) -> None:
         self._calls = record.calls
         self._values = values
-        self._leaves = leaves
         self._found: dict[int, bool | None] = {}
 
     def first_output(self, expected: Array, found: Array | None) -> Deviation | None:
@@ -78,10 +75,10 @@ class LayerSearch:
                 return describe(last, "gradient of its output", "", "stop_gradient stops it", gradient, zero)
         return self._gradient_deviation(first, deviating[first], gradients) if first >= 0 else None
 
-    def _all_found(self, arrays: Sequence[Array | None]) -> bool | None:
+    def _all_found(self, arrays: Sequence[Array | None], name: str = "", reshapes: bool = True) -> bool | None:
         """Whether all arrays are values of the port; `None` if they say nothing."""
         key = [x for x in arrays if x is not None and is_informative(x)]
-        return all(map(self._values.finds, key)) if key else None
+        return all(self._values.find(x, name, reshapes) for x in key) if key else None
 
     def _output_is_found(self, i: int) -> bool | None:
         if i not in self._found:
@@ -89,26 +86,28 @@ class LayerSearch:
         return self._found[i]
 
     def _find_output(self, call: LayerCall) -> bool | None:
-        named = self._values.named.get(call.name)
-        if named and call.outputs:
-            return any(is_equal(x, call.outputs[0], self._values.rtol) for x in named)
-        if _returns_input(call):
-            return None if self._randomized(call) is None else False
-        return self._all_found(call.outputs)
+        if self._values.is_named(call.name) or not _returns_input(call):
+            return self._all_found(call.outputs, call.name)
+        if self._randomized(call) is not None:
+            return False
+        # What the layer computes is the shape alone.
+        return None if call.outputs[0].shape == call.inputs[0].shape else self._all_found(call.outputs, reshapes=False)
 
     def _randomized(self, call: LayerCall) -> Array | None:
         """Returns what the port computes from the input of a layer and random numbers, if it does."""
-        found = (y for x, y in self._values.randomized if is_equal(x, call.inputs[0], self._values.rtol))
+        found = (y for x, y in self._values.randomized if self._is_equal(x, call.inputs[0]))
         return next(found, None)
 
+    def _is_equal(self, array: Array, target: Array) -> bool:
+        return order_of_axes(array, target, self._values.rtol) is not None
+
     def _input_is_found(self, i: int) -> bool:
-        call = self._calls[i]
-        weight = next((self._leaves[p] for p in call.parameters if p in self._leaves and p.endswith("weight")), None)
-        consumed = self._values.consumed.get(-1 if weight is None else weight)
-        if consumed and len(call.inputs) == 1:
-            keeps_last = call.kind == "Linear"
-            return any(is_equal(x, call.inputs[0], self._values.rtol, keeps_last) for x in consumed)
-        return self._all_found(call.inputs) is not False
+        return self._all_found(self._calls[i].inputs) is not False
+
+    def _matched(self, arrays: Sequence[Array | None]) -> str:
+        """Returns which values of the port the arrays are, as text."""
+        found = [self._values.find(x) for x in arrays if x is not None and is_informative(x)]
+        return f" ({'; '.join(found)})" if found else ""
 
     def _locate(self, i: int) -> Deviation:
         """Returns where the output of a layer begins to deviate: in the layer, or before it."""
@@ -125,15 +124,15 @@ class LayerSearch:
             return self._deviation(call, before, f"its own code before {name}: the input of {name} is not in the port")
         if any(self._calls[j].parent == i for j in range(len(self._calls))):
             return self._deviation(call, None, "its own code: its layers agree, its output is not in the port")
-        return self._deviation(call, None, "its input is in the port, its output is not")
+        return self._deviation(call, None, f"its input is in the port{self._matched(call.inputs)}, its output is not")
 
     def _deviation(self, call: LayerCall, before: LayerCall | None, reason: str) -> Deviation:
-        drawn = self._randomized(call) if _returns_input(call) else None
-        if drawn is not None:
-            reason = "the port combines its input with random numbers, torch's returns it"
         target = call.outputs[0] if before is None else before.inputs[0]
-        known = [x for x in (*self._values.named.get(call.name, []), drawn) if x is not None and x.size == target.size]
-        nearest = closest(known, target) if known else self._values.nearest(target)
+        nearest = self._randomized(call) if _returns_input(call) else None
+        if nearest is None or nearest.shape != target.shape:
+            nearest = self._values.nearest(target, call.name)
+        else:
+            reason = "the port combines its input with random numbers, torch's returns it"
         return describe(call, "output", "" if before is None else before.name, reason, target, nearest)
 
     def _wrong_gradient(self, i: int, wrong: Collection[str]) -> str:
@@ -167,32 +166,35 @@ class LayerSearch:
     def _gradient_deviation(self, i: int, what: str, gradients: Gradients) -> Deviation:
         call = self._calls[i]
         if what != _OF_INPUT:
-            name, reason = what.removeprefix("gradient of "), "the gradient of its output is in the port"
+            name = what.removeprefix("gradient of ")
+            reason = f"the gradient of its output is in the port{self._matched(call.output_gradients)}"
             others = {repr(c.name) for c in self._calls if name in c.parameters and c.name != call.name}
             reason += f"; it shares the parameter with {', '.join(sorted(others))}" if others else ""
             return describe(call, what, "", reason, *gradients[name])
-        reason = "the gradient of its output is in the port, that of its input is not"
+        where = self._matched(call.output_gradients)
+        reason = f"the gradient of its output is in the port{where}, that of its input is not"
         expected = next((g for g in call.input_gradients if g is not None), None)
-        return describe(call, what, "", reason, expected, None if expected is None else self._values.nearest(expected))
+        nearest = None if expected is None else self._values.nearest(expected, "")
+        return describe(call, what, "", reason, expected, nearest)
 
     def _is_only_stopped(self, call: LayerCall) -> bool:
         """Whether the port uses a layer's output nowhere else than in `stop_gradient`."""
-        return any(only and is_equal(x, call.outputs[0], self._values.rtol) for x, only in self._values.stopped)
+        return any(only and self._is_equal(x, call.outputs[0]) for x, only in self._values.stopped)
 
     def _is_stopped(self, i: int, gradients: Gradients) -> bool:
         """Whether the port stops the gradient of a layer's output, so that it does not reach the layer's parameters."""
         call = self._calls[i]
         if self._all_found(call.output_gradients) is None or _returns_input(call):
             return False
-        if not any(is_equal(x, call.outputs[0], self._values.rtol) for x, _ in self._values.stopped):
+        if not any(self._is_equal(x, call.outputs[0]) for x, _ in self._values.stopped):
             return False
         parameters = [p for j in range(i + 1) if j == i or self._is_inside(j, i) for p in self._calls[j].parameters]
         earlier = (self._calls[j].parameters for j in reversed(call.depends) if self._calls[j].parameters)
         if all(p in gradients and not gradients[p][1].any() for p in parameters or next(earlier, [])):
             return True
-        (gradient, *_), rtol = call.output_gradients, self._values.rtol
+        gradient = call.output_gradients[0]
         received = [g for c in self._calls for j, g in zip(c.sources, c.input_gradients, strict=True) if j == i]
-        return any(x is not None and gradient is not None and is_equal(x, gradient, rtol) for x in received)
+        return any(x is not None and gradient is not None and self._is_equal(x, gradient) for x in received)
 
 
 def _returns_input(call: LayerCall) -> bool:

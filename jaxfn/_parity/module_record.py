@@ -7,8 +7,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from jaxfn._check.arguments import as_arguments
 from jaxfn._check.reports import first_line
-from jaxfn._parity.backends import Measurements, draw_tensor, output_leaves, to_numpy
+from jaxfn._parity.backends import Measurements, draw_tensor, output_leaves, to_numpy, torch_grad
 from jaxfn._parity.inputs import Array, Inputs
 from jaxfn._torch.values.arrays import to_torch
 
@@ -51,7 +52,8 @@ class ModuleRecord:
       args: the arguments, in double precision if the module runs in it.
       is_double: whether it ran in double precision.
       parameters, buffers: those before the call; frozen parameters count as buffers.
-      outputs, gradients: the outputs, and the gradients of parameters and inputs.
+      aliases: further names of tied parameters and buffers, each with the name under which they are.
+      outputs, gradients: the outputs, and the gradients of parameters and inputs, by their names.
       new_buffers: the buffers after the call.
       steps: how many steps of gradient descent were taken.
       stepped: parameters and buffers after these.
@@ -64,6 +66,7 @@ class ModuleRecord:
     is_double: bool
     parameters: Measurements
     buffers: Measurements
+    aliases: dict[str, str]
     outputs: Measurements
     gradients: Measurements
     new_buffers: Measurements
@@ -81,7 +84,7 @@ def module_record(fields: dict[str, Any]) -> ModuleRecord:
 
 def record_module(module: Any, args: Sequence[Any], steps: int) -> ModuleRecord:
     """Runs a copy of a module, in double precision if it runs in it."""
-    inputs = Inputs(args if isinstance(args, (list, tuple)) else (args,))
+    inputs = Inputs(as_arguments(args))
     try:
         return _record(copy.deepcopy(module).double(), inputs.in_double(), steps, None)
     except Exception as error:  # raised again by the next line, unless it is a matter of dtypes
@@ -100,7 +103,7 @@ def _record(module: Any, inputs: Inputs, steps: int, no_double: str | None) -> M
     outputs, gradients = _run(module, inputs, parameters)
     calls.remove_hooks()
     measured = {f"output {i}": to_numpy(y) for i, y in outputs.items()}
-    recorded = {f"gradient of {name}": to_numpy(x) for name, x in gradients.items()}
+    recorded = _arrays(gradients)
     new_buffers = _arrays(buffers | dict(module.named_buffers()))
     notes = [] if no_double is None else [no_double]
     if not torch.equal(random_state, torch.get_rng_state()):
@@ -116,6 +119,7 @@ def _record(module: Any, inputs: Inputs, steps: int, no_double: str | None) -> M
         inputs.args,
         no_double is None,
         *before,
+        _aliases(module),
         measured,
         recorded,
         new_buffers,
@@ -124,6 +128,14 @@ def _record(module: Any, inputs: Inputs, steps: int, no_double: str | None) -> M
         calls.finish(),
         notes,
     )
+
+
+def _aliases(module: Any) -> dict[str, str]:
+    """Returns the names of tied parameters and buffers that are not their first ones, each with the first one."""
+    first: dict[int, str] = {}
+    everything = [*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False)]
+    owners = {name: first.setdefault(id(x), name) for name, x in everything}
+    return {name: owner for name, owner in owners.items() if name != owner}
 
 
 def _arrays(tensors: Mapping[str, Any]) -> Measurements:
@@ -144,14 +156,9 @@ def _run(module: Any, inputs: Inputs, parameters: Mapping[str, Any]) -> tuple[di
         raise ValueError(f"paritycheck: {type(module).__name__} returned no tensor for these inputs")
     wanted = {**parameters, **dict(zip(inputs.names, leaves, strict=True))}
     differentiated = {i: y for i, y in outputs.items() if y.requires_grad}
-    gradients = {name: torch.zeros_like(x) for name, x in wanted.items()}
-    if differentiated and wanted:
-        cotangents = [draw_tensor("grad_output", i, y) for i, y in differentiated.items()]
-        found: Any = torch.autograd.grad(
-            list(differentiated.values()), list(wanted.values()), cotangents, allow_unused=True
-        )
-        gradients |= {name: g for name, g in zip(wanted, found, strict=True) if g is not None}
-    return {i: y.detach().clone() for i, y in outputs.items()}, gradients
+    cotangents = [draw_tensor("grad_output", i, y) for i, y in differentiated.items()]
+    gradients = torch_grad(list(differentiated.values()), list(wanted.values()), cotangents)
+    return {i: y.detach().clone() for i, y in outputs.items()}, dict(zip(wanted, gradients, strict=True))
 
 
 def _tensors_in(value: Any) -> Iterator[Any]:

@@ -13,13 +13,13 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxfn._check.reports import first_line
-from jaxfn._parity.backends import Measurements
+from jaxfn._parity.backends import Measurements, Runs
 from jaxfn._parity.comparison import expected_ulps
 from jaxfn._parity.inputs import Array
 from jaxfn._parity.module_record import ModuleRecord, module_record
 
-_RUNS = ("native", "double", "nudged", "errors")
-_FORMAT = 2  # the first format had other random grad_outputs
+_RUNS = ("native", "double", "nudged")
+_FORMAT = 3
 
 
 @dataclass(frozen=True)
@@ -29,48 +29,46 @@ class Oracle:
     Attributes:
       name: the name of the function.
       args: its arguments, with NumPy arrays.
-      native, double, nudged: the results for the arguments in their dtypes, in double precision, and a small step away.
+      runs: what it returned.
       errors: the errors of torch below double precision, in units of the epsilon, of shape (samples, *shape).
-      no_second_order: the reason if there are no second derivatives.
-      no_double: the reason if the function does not run in double precision; `double` and `nudged` are empty then.
       versions: the versions of torch and NumPy.
       module: what a module computes.
     """
 
     name: str
     args: tuple[Any, ...]
-    native: Measurements
-    double: Measurements
-    nudged: Measurements
+    runs: Runs
     errors: Measurements
-    no_second_order: str | None
-    no_double: str | None
     versions: dict[str, str]
     module: ModuleRecord | None = None
 
     def ulps(self, what: str) -> Any:
         """Returns the errors to allow since torch has such, in units of the epsilon of a dtype, for each entry."""
-        return expected_ulps(self.errors.get(what), self.double.get(what))
+        return expected_ulps(self.errors.get(what), self.runs.double.get(what))
+
+    def outputs(self) -> Measurements:
+        """Returns the outputs, by names as `output 0`."""
+        return {what: array for what, array in self.runs.native.items() if what.startswith("output")}
 
     def without_derivatives(self) -> Oracle:
-        """Returns the outputs."""
-        return replace(self, native={what: array for what, array in self.native.items() if what.startswith("output")})
+        """Returns the results for the outputs alone."""
+        return replace(self, runs=self.runs._replace(native=self.outputs()))
 
 
-def save(path: str, oracle: Oracle) -> None:
+def write_oracle(path: str, oracle: Oracle) -> None:
     """Writes an oracle to a file."""
     arrays: dict[str, Array] = {}
     args = [_encoded(arg, f"argument {i}", arrays) for i, arg in enumerate(oracle.args)]
-    for run in _RUNS:
-        arrays |= {f"{run}/{what}": array for what, array in getattr(oracle, run).items()}
+    results = {name: getattr(oracle.runs, name) for name in _RUNS} | {"errors": oracle.errors}
+    arrays |= {f"{run}/{what}": array for run, found in results.items() for what, array in found.items()}
     module = None if oracle.module is None else _encoded(asdict(oracle.module), "the module", arrays)
     content = {
         "format": _FORMAT,
         "module": module,
         "name": oracle.name,
         "args": args,
-        "no_second_order": oracle.no_second_order,
-        "no_double": oracle.no_double,
+        "no_second_order": oracle.runs.no_second_order,
+        "no_double": oracle.runs.no_double,
         "versions": oracle.versions,
         # NumPy's format does not have bfloat16 and float8 types; they are written as bits.
         "dtypes": {name: str(array.dtype) for name, array in arrays.items()},
@@ -80,7 +78,7 @@ def save(path: str, oracle: Oracle) -> None:
         np.savez(file, allow_pickle=False, content=np.array(json.dumps(content)), **plain)
 
 
-def load(path: str) -> Oracle:
+def read_oracle(path: str) -> Oracle:
     """Reads an oracle from a file.
 
     Raises:
@@ -95,7 +93,7 @@ def load(path: str) -> Oracle:
             f"paritycheck: {path} cannot be read ({type(error).__name__}: {first_line(error)}). Write it with "
             "record_oracle of this version of jaxfn."
         ) from error
-    if not oracle.native:
+    if not oracle.runs.native:
         raise ValueError(f"paritycheck: {path} has no outputs. Write it with record_oracle of this version of jaxfn.")
     return oracle
 
@@ -103,21 +101,19 @@ def load(path: str) -> Oracle:
 def _read(file: Any) -> Oracle:
     content = json.loads(str(file["content"]))
     if content.get("format") != _FORMAT:
-        raise ValueError("it was written by another version of jaxfn, with other random numbers")
+        raise ValueError("it was written by another version of jaxfn")
     arrays = {name: _with_dtype(file[name], dtype) for name, dtype in content["dtypes"].items()}
-    runs = {
-        run: {name.removeprefix(f"{run}/"): x for name, x in arrays.items() if name.startswith(f"{run}/")}
-        for run in _RUNS
-    }
-    args = tuple(_decoded(arg, arrays) for arg in content["args"])
+    native, double, nudged, errors = (
+        {name.removeprefix(f"{run}/"): x for name, x in arrays.items() if name.startswith(f"{run}/")}
+        for run in (*_RUNS, "errors")
+    )
     return Oracle(
         content["name"],
-        args,
-        **runs,
-        no_second_order=content["no_second_order"],
-        no_double=content["no_double"],
-        versions=content["versions"],
-        module=None if content["module"] is None else module_record(_decoded(content["module"], arrays)),
+        tuple(_decoded(arg, arrays) for arg in content["args"]),
+        Runs(native, double, nudged, content["no_second_order"], content["no_double"]),
+        errors,
+        content["versions"],
+        None if content["module"] is None else module_record(_decoded(content["module"], arrays)),
     )
 
 

@@ -5,22 +5,21 @@ from __future__ import annotations
 import os
 from collections.abc import Collection, Sequence
 from dataclasses import replace
-from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxfn._check.reports import first_line
+from jaxfn._check.arguments import as_arguments
 from jaxfn._gradcheck.problem.monitor import CallMonitor
-from jaxfn._parity.backends import JaxBackend, Measurements, TorchBackend
+from jaxfn._parity.backends import JaxBackend, Measurements, Runs, TorchBackend
 from jaxfn._parity.comparison import compare, errors, rounding
 from jaxfn._parity.inputs import Array, Inputs
 from jaxfn._parity.module_check import check_module
 from jaxfn._parity.module_record import ModuleRecord, record_module
-from jaxfn._parity.names import Names
-from jaxfn._parity.oracle import Oracle, load, save
+from jaxfn._parity.oracle import Oracle, read_oracle, write_oracle
+from jaxfn._parity.ported_module import Load
 from jaxfn._parity.report import ParityReport, Row
 from jaxfn._tree import is_inexact
 
@@ -36,33 +35,33 @@ def paritycheck(
     rtol: float | None = None,
     raise_exception: bool = True,
     second_order: bool = True,
-    parameters: Any = None,
-    buffers: Any = None,
-    names: Names | None = None,
+    load: Load | None = None,
+    has_buffers: bool = False,
     steps: int = 0,
 ) -> ParityReport:
     """Compares a JAX function with the torch function that it was ported from, on equal numbers.
 
-    Outputs, the gradients for every subset of differentiated inputs, and second derivatives are computed by both, in
-    the dtypes of the inputs and in double precision. If they differ, the second run distinguishes rounding from a wrong
+    Outputs, the gradients of all inputs at once and of each alone, and second derivatives are computed by both, in the
+    dtypes of the inputs and in double precision. If they differ, the second run distinguishes rounding from a wrong
     formula; a third run, a small step away, detects differences at a kink only (torch and JAX choose different
     derivatives of `clamp`, `abs`, `maximum` and norms exactly there).
 
     If the outputs differ in number, shape or dtype, derivatives are those of the other outputs alone.
 
-    With `parameters`, a whole port of a `torch.nn.Module` is compared, in float64: outputs, the gradient of every
-    parameter and input, buffers, and steps of gradient descent. If they differ, `report.first_deviation` names the
-    first layer that does, in forward order for outputs and in backward order for gradients, with the numbers of both.
-    The port needs no marks: the values that torch's layers return and receive are searched among its intermediate
-    values, in any order of axes. A layer that cannot be found so is named by the port, with
-    `jax.ad_checkpoint.checkpoint_name(y, "name of the torch layer")`.
+    With `load`, a whole port of a `torch.nn.Module` is compared, in float64: outputs, the gradient of every parameter
+    and input, buffers, and steps of gradient descent. The port after `load` is differentiated with respect to torch's
+    arrays, so that gradients have their names and layouts, also of fused and tied weights. If they differ,
+    `report.first_deviation` names the first layer that does, in forward order for outputs and in backward order for
+    gradients, with the numbers of both. The port needs no marks: the values that torch's layers return and receive are
+    searched among its intermediate values, in any order of axes. A layer that cannot be found so is named by the port,
+    with `jax.ad_checkpoint.checkpoint_name(y, "name of the torch layer")`.
 
     torch drops the derivative of an intermediate that `forward` saved, and jaxfn does not. A second derivative that
     differs for this reason alone does not fail the check; a note says so.
 
     Args:
-      func: The port: a `jaxfn.Function` or any function of JAX arrays. With `parameters`, a function of these and the
-        inputs; with `buffers`, of parameters, buffers and inputs, that returns (outputs, new buffers).
+      func: The port: a `jaxfn.Function` or any function of JAX arrays. With `load`, a function of parameters and
+        inputs; with `has_buffers`, of parameters, buffers and inputs, that returns (outputs, new buffers).
       reference: What it is compared with: a `torch.autograd.Function`, any function of tensors, a module, or the path
         of a file that `record_oracle` wrote, for which torch is not needed.
       inputs: The arguments, arrays (of NumPy, of any shapes) and Python values; `None` with a recorded file.
@@ -71,12 +70,10 @@ def paritycheck(
       rtol: The relative tolerance: `|jax - torch| <= atol + rtol * |torch|`. Default: rounding in the dtype.
       raise_exception: Whether to raise on failure.
       second_order: Whether to compare second derivatives.
-      parameters: The parameters of the port, with the numbers of the module's: any pytree, such as an equinox module,
-        the variables of flax linen, or the state of `flax.nnx.split`.
-      buffers: Its buffers, such as batch statistics.
-      names: Which parameter is which, where numbers, gradients and names do not determine it. Maps the name of a torch
-        parameter, buffer or layer to a path in the pytree ("blocks/0/norm"), or the name of a parameter to a function
-        of the pytree that returns it in torch's layout, for fused and split weights.
+      load: Returns the parameters of the port, any pytree, from the arrays of the module: a dict of its parameters and
+        buffers by their names in torch, all names of tied ones. It is differentiated, so it computes with methods of
+        the arrays and `jax.numpy`.
+      has_buffers: Whether `load` returns (parameters, buffers), and the port takes and returns buffers.
       steps: How many steps of gradient descent to compare, for the sum of the outputs times random numbers, with a
         learning rate of 0.01.
 
@@ -86,9 +83,9 @@ def paritycheck(
     Raises:
       ParitycheckError: An array differs; the text names it and the function, and `error.report` has them as data.
       ImportError: torch is not installed, and `reference` is not a path.
-      TypeError: `inputs` are missing, or were passed together with a recorded file; `parameters` were passed and the
-        reference is not a module, or they are missing.
-      ValueError: The torch function returned no tensor.
+      TypeError: `inputs` are missing, or were passed together with a recorded file; `load` was passed and the reference
+        is not a module; `load` cannot be differentiated, or it or the port does not return a pair with `has_buffers`.
+      ValueError: The torch function returned no tensor, or the port other buffers than `load`.
 
     Examples:
       >>> import torch, jax.numpy as jnp, numpy as np, jaxfn
@@ -110,12 +107,13 @@ def paritycheck(
       A whole module, with a wrong bias:
 
       >>> module = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.Tanh(), torch.nn.Linear(4, 2))
-      >>> parameters = {name: jnp.asarray(x.detach().numpy()) for name, x in module.named_parameters()}
-      >>> def network(p, x):
-      ...     x = jnp.tanh(x @ p["0.weight"].T + p["0.bias"])
-      ...     return x @ p["2.weight"].T - p["2.bias"]
+      >>> def load(arrays):
+      ...     return [(arrays[f"{i}.weight"].T, arrays[f"{i}.bias"]) for i in (0, 2)]
+      >>> def network(parameters, x):
+      ...     (w0, b0), (w1, b1) = parameters
+      ...     return jnp.tanh(x @ w0 + b0) @ w1 - b1
       >>> x = np.random.default_rng(0).standard_normal((5, 3)).astype(np.float32)
-      >>> report = jaxfn.paritycheck(network, module, [x], parameters=parameters, raise_exception=False)
+      >>> report = jaxfn.paritycheck(network, module, [x], load=load, raise_exception=False)
       >>> report.first_deviation.layer, report.first_deviation.what
       ('2', 'output')
 
@@ -126,22 +124,22 @@ def paritycheck(
         raise TypeError("paritycheck: a recorded file has its own inputs. Omit `inputs`.")
     if not is_file and inputs is None:
         raise TypeError("paritycheck: `inputs` are missing. Pass the arguments on which to compare.")
-    if parameters is not None:
+    if load is not None:
         record, versions = _module_record(reference, inputs, steps)
-        report = check_module(func, record, parameters, buffers, names or {}, versions, rtol, atol)
+        report = check_module(func, record, load, has_buffers, versions, rtol, atol)
         if raise_exception:
             report.raise_if_failed()
         return report
-    if buffers is not None or names is not None or steps:
-        raise TypeError("paritycheck: `buffers`, `names` and `steps` need `parameters`, those of the port.")
+    if has_buffers or steps:
+        raise TypeError("paritycheck: `has_buffers` and `steps` need `load`, which returns the port's parameters.")
     if is_file:
-        oracle = load(os.fspath(reference))
+        oracle = read_oracle(os.fspath(reference))
     else:
         assert inputs is not None
         oracle = _run_torch(reference, inputs, second_order, "paritycheck")
     port = JaxBackend(func)
     found = port.outputs(Inputs(oracle.args))
-    expected = {int(what.removeprefix("output ")): y for what, y in oracle.without_derivatives().native.items()}
+    expected = {int(what.removeprefix("output ")): y for what, y in oracle.outputs().items()}
     alike = [i for i, y in expected.items() if i in found and _are_alike(found[i], y)]
     if len(alike) == len(found | expected):
         report = _compare(port, oracle, rtol, atol, second_order)
@@ -196,7 +194,7 @@ def record_oracle(
         oracle = replace(oracle, module=record_module(func, inputs, steps))
     elif steps:
         raise TypeError("record_oracle: only a module has parameters, which `steps` of gradient descent update.")
-    save(os.fspath(path), oracle)
+    write_oracle(os.fspath(path), oracle)
 
 
 def _module_record(reference: Any, inputs: Sequence[Any] | None, steps: int) -> tuple[ModuleRecord, dict[str, str]]:
@@ -204,13 +202,13 @@ def _module_record(reference: Any, inputs: Sequence[Any] | None, steps: int) -> 
     if inputs is None:
         if steps:
             raise TypeError("paritycheck: a recorded file has its own steps. Pass `steps` to record_oracle.")
-        oracle = load(os.fspath(reference))
+        oracle = read_oracle(os.fspath(reference))
         if oracle.module is None:
-            raise TypeError(f"paritycheck: {reference} is not of a module, so `parameters` cannot be compared.")
+            raise TypeError(f"paritycheck: {reference} is not of a module, whose arrays `load` takes.")
         return oracle.module, oracle.versions
     torch = _import_torch("paritycheck")
     if not isinstance(reference, torch.nn.Module):
-        raise TypeError(f"paritycheck: with `parameters`, the reference has to be a torch module, got {reference!r}")
+        raise TypeError(f"paritycheck: with `load`, the reference has to be a torch module, got {reference!r}")
     return record_module(reference, inputs, steps), _versions(torch)
 
 
@@ -234,60 +232,40 @@ def _are_alike(ours: Array, expected: Array) -> bool:
 
 
 def _run_torch(
-    func: Any, args: Sequence[Any], second_order: bool, what: str, differentiated: Collection[int] | None = None
+    func: Any, args: Any, second_order: bool, what: str, differentiated: Collection[int] | None = None
 ) -> Oracle:
     torch = _import_torch(what)
-    if not isinstance(args, (list, tuple)):
-        args = (args,)
-    inputs = Inputs(args)
+    inputs = Inputs(as_arguments(args))
     backend = TorchBackend(func, differentiated)
-    measured, no_second_order = backend.measure(inputs, second_order)
-    if not any(row.startswith("output") for row in measured):
+    runs = backend.runs(inputs, second_order)
+    try:
+        errors = {} if runs.no_double else _errors_of_torch(backend, inputs, second_order, runs.double)
+    except Exception:  # it ran in double precision, and does not run in single precision
+        errors = {}
+    oracle = Oracle(backend.name, inputs.args, runs, errors, _versions(torch))
+    if not oracle.outputs():
         raise ValueError(
             f"jaxfn.{what}: {backend.name} returned no tensor for these inputs, so there is nothing to compare"
         )
-    double: Measurements = {}
-    nudged: Measurements = {}
-    errors: Measurements = {}
-    no_double = None
-    try:
-        backend = TorchBackend(func, differentiated, dtype=torch.float64)
-        double, _ = backend.measure(inputs.in_double(), second_order)
-        nudged, _ = backend.measure(inputs.nudged(), second_order)
-        errors = _errors_of_torch(func, inputs, second_order, differentiated, double)
-    except Exception as error:  # it ran in the dtypes of the inputs: it has tensors of these, or checks dtypes
-        no_double = first_line(error)
-    return Oracle(
-        name=backend.name,
-        args=inputs.args,
-        native=measured,
-        double=double,
-        nudged=nudged,
-        errors=errors,
-        no_second_order=no_second_order,
-        no_double=no_double,
-        versions=_versions(torch),
-    )
+    return oracle
 
 
-def _errors_of_torch(
-    func: Any, inputs: Inputs, second_order: bool, differentiated: Collection[int] | None, double: Measurements
-) -> Measurements:
+def _errors_of_torch(backend: TorchBackend, inputs: Inputs, second_order: bool, double: Measurements) -> Measurements:
     """Returns the errors of torch in the dtypes of the inputs, or in single precision; see `Oracle`.
 
     There are none if torch draws random numbers: then two runs differ by more than errors.
     """
-    torch = _import_torch("paritycheck")
-    dtype = torch.float32 if inputs.are_double else None
-    exact = partial(TorchBackend, func, differentiated, dtype=torch.float64)
-    again, _ = exact().measure(inputs.in_double(), second_order)
+    with backend.in_double() as exact:
+        again, _ = exact.measure(inputs.in_double(), second_order)
     if not all(np.array_equal(x, again[what], equal_nan=True) for what, x in double.items()):
         return {}
+    coarse_dtype = "float32" if inputs.are_double else None
     errors: dict[str, list[Array]] = {}
     for number in range(_SAMPLES):
         sample = inputs.sample(number)
-        coarse, _ = TorchBackend(func, differentiated, dtype=dtype).measure(sample, second_order)
-        precise, _ = exact().measure(sample.in_double(), second_order)
+        coarse, _ = backend.with_dtype(coarse_dtype).measure(sample, second_order)
+        with backend.in_double() as exact:
+            precise, _ = exact.measure(sample.in_double(), second_order)
         for what, x in coarse.items():
             if is_inexact(x.dtype) and what in precise and x.shape == precise[what].shape:
                 with np.errstate(invalid="ignore"):
@@ -297,123 +275,118 @@ def _errors_of_torch(
 
 
 def _compare(
-    backend: JaxBackend, oracle: Oracle, rtol: float | None, atol: float | None, second_order: bool
+    port: JaxBackend, oracle: Oracle, rtol: float | None, atol: float | None, second_order: bool
 ) -> ParityReport:
     inputs = Inputs(oracle.args)
-    second_order = second_order and oracle.no_second_order is None
-    ours = _measure(backend, inputs, second_order)
-    report = ParityReport(oracle.name, backend.name, {**oracle.versions, "jax": jax.__version__})
-    if oracle.no_second_order is not None:
-        report.notes.append(f"torch has no second derivatives: {oracle.no_second_order}")
-    for library, reason in ("torch", oracle.no_double), ("JAX", ours.no_double):
-        if reason is not None:
-            report.notes.append(f"differences are not explained, as {library} does not run in float64: {reason}")
-    if ours.no_second_order is not None:
-        report.notes.append(f"JAX has no second derivatives: {ours.no_second_order}")
-    for what, expected in oracle.native.items():
-        if what.startswith("second derivative") and not second_order:
-            continue
-        in_double = ours.double.get(what), oracle.double.get(what)
-        noise = oracle.ulps(what) * _eps(expected.dtype)
-        row = compare(
-            backend.name, what, ours.native.get(what), expected, rtol, atol, _relative_error(*in_double), noise=noise
-        )
-        if row.verdict == "differs":
-            row.verdict = _explain(what, ours, oracle)
-        elif (
-            row.verdict == "equal" and atol is rtol is None and _is_hidden(*in_double, ours.coarsest, oracle.ulps(what))
-        ):
-            row.verdict = "formula"
-        report.rows.append(row)
-    wrong = [row for row in report.rows if row.what.startswith("second derivative") and row.verdict == "formula"]
+    expected = oracle.runs
+    second_order = second_order and expected.no_second_order is None
+    ours = port.runs(inputs, second_order)
+    comparison = _ParityComparison(port.name, oracle, ours, rtol, atol)
+    report = ParityReport(oracle.name, port.name, {**oracle.versions, "jax": jax.__version__})
+    for library, runs in ("torch", expected), ("JAX", ours):
+        if runs.no_second_order is not None:
+            report.notes.append(f"{library} has no second derivatives: {runs.no_second_order}")
+        if runs.no_double is not None:
+            report.notes.append(
+                f"differences are not explained, as {library} does not run in float64: {runs.no_double}"
+            )
+    seconds = [what for what in expected.native if what.startswith(_SECOND)]
+    report.rows += [comparison.row(what) for what in expected.native if second_order or what not in seconds]
+    wrong = [row for row in report.rows if row.what in seconds and row.verdict == "formula"]
     if wrong:
         with CallMonitor(bypass_rules=False, stops_intermediates=True).active():
-            stopped = _measure(backend, inputs, second_order)
+            stopped = _ParityComparison(port.name, oracle, port.runs(inputs, second_order), rtol, atol)
         for row in wrong:
-            array, expected = stopped.native.get(row.what), oracle.native[row.what]
-            ulps = oracle.ulps(row.what)
-            noise = ulps * _eps(expected.dtype)
-            again = compare(backend.name, row.what, array, expected, rtol, atol, None, noise=noise)
-            is_hidden = _is_hidden(stopped.double.get(row.what), oracle.double.get(row.what), stopped.coarsest, ulps)
-            is_equal = again.verdict == "equal" and not is_hidden
-            row.verdict = "intermediate" if is_equal else _explain(row.what, stopped, oracle)
-    if any(row.verdict == "intermediate" for row in report.rows):
-        report.notes.append(
-            "intermediate: forward saves an array that is neither an input nor an output. torch drops its derivative "
-            "from second derivatives, and jaxfn does not; without it they agree. Save inputs or outputs and compute "
-            "the rest in backward, for second derivatives that are right in torch too."
-        )
+            verdict = stopped.row(row.what).verdict
+            row.verdict = "intermediate" if verdict == "equal" else verdict
     for what, output in ours.native.items():
-        if what.startswith("output") and what not in oracle.native:
-            report.rows.append(Row(backend.name, what, output.shape, str(output.dtype), verdict="extra"))
-    if any(row.verdict == "kink" for row in report.rows):
-        report.notes.append(
-            "kink: the derivatives agree a small step aside. torch and JAX choose different derivatives of clamp, abs, "
-            "maximum, minimum and norms exactly at the kink or tie; choose inputs off it, or write the derivative out."
-        )
+        if what.startswith("output") and what not in expected.native:
+            report.rows.append(Row(port.name, what, output.shape, str(output.dtype), verdict="extra"))
+    verdicts = {row.verdict for row in report.rows}
+    report.notes += [note for verdict, note in _NOTES.items() if verdict in verdicts]
     return report
 
 
-class _Measured(NamedTuple):
-    """Results of JAX for the inputs in their dtypes, in double precision, and for nearby inputs."""
-
-    native: Measurements
-    double: Measurements
-    nudged: Measurements
-    no_second_order: str | None
-    no_double: str | None
-    coarsest: np.dtype[Any]  # the coarsest dtype of float32 and those in the program for double precision
-
-
-def _measure(backend: JaxBackend, inputs: Inputs, second_order: bool) -> _Measured:
-    """Computes everything that is compared, and the reason if there are no second derivatives."""
-    native, no_second_order = backend.measure(inputs, second_order)
-    double: Measurements = {}
-    nudged: Measurements = {}
-    coarsest, no_double = np.dtype(np.float32), None
-    try:
-        with jax.enable_x64(True):
-            coarsest = max(backend.dtypes(inputs.in_double()), key=rounding)
-            double, _ = backend.measure(inputs.in_double(), second_order)
-            nudged, _ = backend.measure(inputs.nudged(), second_order)
-    except Exception as error:  # it ran in the dtypes of the inputs: it has arrays of these, or checks dtypes
-        no_double = first_line(error)
-    return _Measured(native, double, nudged, no_second_order, no_double, coarsest)
+_SECOND = "second derivative"
+_NOTES = {
+    "intermediate": "intermediate: forward saves an array that is neither an input nor an output. torch drops its "
+    "derivative from second derivatives, and jaxfn does not; without it they agree. Save inputs or outputs and compute "
+    "the rest in backward, for second derivatives that are right in torch too.",
+    "kink": "kink: the derivatives agree a small step aside. torch and JAX choose different derivatives of clamp, abs, "
+    "maximum, minimum and norms exactly at the kink or tie; choose inputs off it, or write the derivative out.",
+}
 
 
-def _explain(what: str, ours: _Measured, oracle: Oracle) -> str:
-    """Returns why a row differs: "rounding", "kink" or "formula"; "differs" if no run in double precision tells."""
-    if ours.double.get(what) is None or oracle.double.get(what) is None:
-        return "differs"
-    ulps = oracle.ulps(what)
-    if _agrees(ours.double.get(what), oracle.double.get(what), ulps):
-        return "rounding"
-    if not what.startswith("output") and _agrees(ours.nudged.get(what), oracle.nudged.get(what), ulps):
-        return "kink"
-    return "formula"
+class _ParityComparison:
+    """The comparison of what both libraries compute.
+
+    Args:
+      port: the name of the port.
+      oracle: the results of torch.
+      ours: the results of JAX.
+      rtol, atol: the tolerances that the caller passed.
+    """
+
+    def __init__(self, port: str, oracle: Oracle, ours: Runs, rtol: float | None, atol: float | None) -> None:
+        self._port = port
+        self._oracle = oracle
+        self._ours = ours
+        self._tolerances = rtol, atol
+
+    def row(self, what: str) -> Row:
+        """Returns the row of an array of torch."""
+        expected = self._oracle.runs.native[what]
+        noise = self._oracle.ulps(what) * _eps(expected.dtype)
+        rtol, atol = self._tolerances
+        in_double = self._ours.double.get(what), self._oracle.runs.double.get(what)
+        relative = _errors(*in_double, None, 0.0)
+        row = compare(
+            self._port,
+            what,
+            self._ours.native.get(what),
+            expected,
+            rtol,
+            atol,
+            None if relative is None else relative[1],
+            noise=noise,
+        )
+        if row.verdict == "differs":
+            row.verdict = self._explain(what)
+        elif row.verdict == "equal" and atol is rtol is None and is_inexact(expected.dtype):
+            hidden = _errors(*in_double, self._ours.coarsest, self._oracle.ulps(what))
+            if hidden is not None and hidden[2] > 1:  # so that equality in half precision says nothing
+                row.verdict = "formula"
+        return row
+
+    def _explain(self, what: str) -> str:
+        """Returns why a row differs; "differs" if no run in double precision tells."""
+        if what not in self._ours.double or what not in self._oracle.runs.double:
+            return "differs"
+        if self._agree(what, self._ours.double, self._oracle.runs.double):
+            return "rounding"
+        is_output = what.startswith("output")
+        if not is_output and self._agree(what, self._ours.nudged, self._oracle.runs.nudged):
+            return "kink"
+        return "formula"
+
+    def _agree(self, what: str, ours: Measurements, expected: Measurements) -> bool:
+        if what not in ours or what not in expected:
+            return False
+        pair = ours[what], expected[what]
+        # A function may compute in single precision whatever the dtypes of its inputs are.
+        coarser = min((x.dtype for x in pair), key=lambda dtype: dtype.itemsize)
+        found = _errors(*pair, coarser, self._oracle.ulps(what))
+        return found is not None and found[2] <= 1
+
+
+def _errors(ours: Array | None, expected: Array | None, dtype: Any, ulps: Any) -> tuple[float, ...] | None:
+    """Returns the `errors` of an array for the rounding of a dtype, by default its own; `None` if there is no pair."""
+    if ours is None or expected is None or ours.shape != expected.shape:
+        return None
+    dtype = ours.dtype if dtype is None else dtype
+    return errors(ours, expected, rounding(dtype), noise=ulps * _eps(dtype))
 
 
 def _eps(dtype: Any) -> float:
     """Returns the epsilon of an inexact dtype, 0 of others."""
     return float(jnp.finfo(dtype).eps) if is_inexact(dtype) else 0.0
-
-
-def _agrees(ours: Array | None, expected: Array | None, ulps: Any) -> bool:
-    if ours is None or expected is None or ours.shape != expected.shape:
-        return False
-    # A function may compute in single precision whatever the dtypes of its inputs are.
-    coarser = min((ours.dtype, expected.dtype), key=lambda dtype: dtype.itemsize)
-    return errors(ours, expected, rounding(coarser), noise=ulps * _eps(coarser))[2] <= 1
-
-
-def _is_hidden(ours: Array | None, expected: Array | None, coarsest: np.dtype[Any], ulps: Any) -> bool:
-    """Whether results in double precision differ, so that equality in half precision says nothing."""
-    if ours is None or expected is None or ours.shape != expected.shape or not is_inexact(ours.dtype):
-        return False
-    return errors(ours, expected, rounding(coarsest), noise=ulps * _eps(coarsest))[2] > 1
-
-
-def _relative_error(ours: Array | None, expected: Array | None) -> float | None:
-    if ours is None or expected is None or ours.shape != expected.shape:
-        return None
-    return errors(ours, expected, rounding(ours.dtype))[1]

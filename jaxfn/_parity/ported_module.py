@@ -1,111 +1,158 @@
-"""The JAX side of the check of a whole port: its parameters, one evaluation, and steps of gradient descent."""
+"""The JAX side of the check of a whole port: what `load` returns, one evaluation, and steps of gradient descent."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping
 from operator import itemgetter
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.tree_util import keystr, tree_flatten_with_path, tree_leaves, tree_unflatten
+from jax.tree_util import keystr, tree_flatten_with_path, tree_leaves, tree_map_with_path, tree_unflatten
 
 from jaxfn._check.draws import draw
-from jaxfn._compat import eqn_source_line, lower_jaxpr, record_source_lines
-from jaxfn._jaxpr import all_eqns, open_jaxpr
+from jaxfn._check.staging import JaxprFunction, stage
+from jaxfn._compat import dce_jaxpr, eqn_source_line, lower_jaxpr, record_source_lines
+from jaxfn._jaxpr import all_eqns, needed_eqns, open_jaxpr
 from jaxfn._parity.backends import output_leaves
 from jaxfn._parity.inputs import Array, Inputs
-from jaxfn._parity.module_record import LEARNING_RATE
+from jaxfn._parity.module_record import LEARNING_RATE, ModuleRecord
 from jaxfn._parity.values import Values
-from jaxfn._tree import is_array_leaf, is_inexact, is_key
+from jaxfn._tree import conjugate, is_array_leaf, is_inexact, is_key
+
+Load = Callable[[dict[str, Any]], Any]
 
 
-class ParameterTree:
-    """A pytree of parameters or buffers: its leaves with numbers, as float64 or in their dtypes, and all the rest.
+class PortResults(NamedTuple):
+    """Results of a port: outputs by index, new buffers by path, and gradients by name."""
 
-    Attributes:
-      paths: the paths of the leaves.
-      arrays: their numbers.
-    """
-
-    def __init__(self, tree: Any, in_double: bool) -> None:
-        found, self._treedef = tree_flatten_with_path(tree)
-        self._leaves = [leaf for _, leaf in found]
-        self._indices = [i for i, leaf in enumerate(self._leaves) if is_array_leaf(leaf) and not is_key(leaf)]
-        self.paths = [keystr(found[i][0]) for i in self._indices]
-        self.arrays: list[Array] = [np.asarray(self._leaves[i]) for i in self._indices]
-        if in_double:
-            self.arrays = [x.astype(np.result_type(x, np.float64)) if is_inexact(x.dtype) else x for x in self.arrays]
-
-    def unflatten(self, arrays: Sequence[Any]) -> Any:
-        """Returns the pytree with other numbers."""
-        leaves = list(self._leaves)
-        for i, array in zip(self._indices, arrays, strict=True):
-            leaves[i] = array
-        return tree_unflatten(self._treedef, leaves)
-
-    def arrays_of(self, tree: Any) -> list[Any]:
-        """Returns the numbers of another pytree of this structure."""
-        leaves = tree_leaves(tree)
-        if len(leaves) != len(self._leaves):
-            raise ValueError(
-                f"paritycheck: the port returned buffers with {len(leaves)} leaves, expected the {len(self._leaves)} "
-                "of `buffers`. Return (outputs, buffers)."
-            )
-        return [leaves[i] for i in self._indices]
+    outputs: Any
+    buffers: Any
+    gradients: Any
 
 
 class PortedModule:
-    """A JAX function of parameters, and buffers.
+    """A port after `load`: a JAX function of the arrays of a torch module and of its inputs.
 
     Args:
-      function: the function.
-      parameters, buffers: its first arguments; without buffers, the function returns its outputs alone.
-      inputs: the other arguments.
+      function: the port, a function of parameters, buffers if it has them, and the inputs.
+      load: returns the parameters and the buffers from torch's arrays by name.
+      has_buffers: whether there are buffers; then the function returns (outputs, new buffers).
+      record: what torch computed.
+
+    Attributes:
+      extra: the parameters that depend on none of torch's arrays, by path.
+      buffer_sources: for each buffer, by path, the names of the arrays that it depends on.
+      lost: the names of torch's parameters on which no parameter or buffer depends differentiably.
     """
 
-    def __init__(self, function: Callable[..., Any], parameters: ParameterTree, buffers: Any, inputs: Inputs) -> None:
+    def __init__(self, function: Callable[..., Any], load: Load, has_buffers: bool, record: ModuleRecord) -> None:
         self._function = function
-        self._parameters = parameters
-        self._buffers: ParameterTree | None = buffers
-        self._inputs = inputs
-        self.trainable = [i for i, x in enumerate(parameters.arrays) if is_inexact(x.dtype)]
+        self._user_load = load
+        self._has_buffers = has_buffers
+        self._record = record
+        self._inputs = Inputs(record.args)
+        staged = self._stage_load()
+        parameters, self.buffer_sources = _sources(staged, record.parameters | record.buffers)
+        loaded, _ = staged(self._arrays(record.parameters))
+        self.extra = {path: loaded[path] for path, names in parameters.items() if not names}
+        self.extra = {path: x for path, x in self.extra.items() if is_inexact(x.dtype)}
+        self.lost = self._lost(staged)
 
-    def _forward(
-        self, trained: Sequence[Any], buffers: Sequence[Any], values: Sequence[Any]
-    ) -> tuple[dict[int, Any], list[Any]]:
-        arrays: list[Any] = list(map(jnp.asarray, self._parameters.arrays))
-        for i, array in zip(self.trainable, trained, strict=True):
-            arrays[i] = array
-        first = [self._parameters.unflatten(arrays)]
-        first += [] if self._buffers is None else [self._buffers.unflatten(buffers)]
+    def _arrays(self, parameters: Mapping[str, Any]) -> dict[str, Any]:
+        """Returns all arrays of the module, with these parameters."""
+        return {name: jnp.asarray(x) for name, x in (self._record.buffers | dict(parameters)).items()}
+
+    def _load(self, arrays: dict[str, Any]) -> tuple[Any, Any]:
+        """Returns the parameters and the buffers of the port."""
+        tied = {alias: arrays[name] for alias, name in self._record.aliases.items()}
+        loaded = self._user_load(arrays | tied)
+        if not self._has_buffers:
+            return loaded, ()
+        if not _is_pair(loaded):
+            kind = type(loaded).__name__
+            raise TypeError(
+                f"paritycheck: with has_buffers=True, `load` has to return (parameters, buffers), got {kind}"
+            )
+        return tuple(loaded)
+
+    def _load_by_path(self, arrays: dict[str, Any]) -> list[dict[str, Any]]:
+        return [_arrays_by_path(tree) for tree in self._load(arrays)]
+
+    def _stage_load(self) -> JaxprFunction:
+        arrays = self._arrays(self._record.parameters)
+        try:
+            return stage(self._load_by_path, arrays)
+        except Exception as error:  # any, as NumPy and other libraries raise their own for tracers
+            self._load(arrays)  # raises again, unless tracers are the reason
+            names = [name for name in arrays if not self._is_traceable(name)]
+            which = ", ".join(names) if 0 < len(names) < len(arrays) else "its arrays"
+            raise TypeError(
+                f"paritycheck: `load` cannot be differentiated by {which}: it makes NumPy arrays or Python numbers of "
+                "them, or sets them in an object that it did not create. Use methods of the arrays and jax.numpy."
+            ) from error
+
+    def _is_traceable(self, name: str) -> bool:
+        """Whether `load` can be traced with one array that is traced, and others that are not."""
+        arrays: dict[str, Any] = self._record.buffers | self._record.parameters
+
+        def load_one(array: Any) -> list[dict[str, Any]]:
+            return self._load_by_path(arrays | {name: array})
+
+        try:
+            stage(load_one, arrays[name])
+        except Exception:
+            return False
+        return True
+
+    def _lost(self, staged: JaxprFunction) -> list[str]:
+        def differentiable(parameters: dict[str, Any]) -> list[Any]:
+            return [x for x in tree_leaves(staged(self._arrays(parameters))) if is_inexact(x.dtype)]
+
+        leaves, pullback = jax.vjp(differentiable, {k: jnp.asarray(x) for k, x in self._record.parameters.items()})
+        (gradients,) = pullback([jnp.asarray(draw("loaded", i, x)) for i, x in enumerate(leaves)])
+        return [name for name, gradient in gradients.items() if not gradient.any()]
+
+    def expected_buffers(self, arrays: Mapping[str, Any]) -> dict[str, Array]:
+        """Returns the buffers that the port has to return, by path, from torch's new arrays."""
+        _, buffers = self._load_by_path(self._arrays(arrays))
+        return {path: np.asarray(x) for path, x in buffers.items()}
+
+    def _call(self, named: Any, extra: Any, buffers: Any, values: Any) -> tuple[dict[int, Any], dict[str, Any]]:
+        parameters, loaded_buffers = self._load(self._arrays(named))
+        first = [_replaced(parameters, extra)]
+        first += [_replaced(loaded_buffers, buffers)] if self._has_buffers else []
         returned = self._inputs.call(lambda *args: self._function(*first, *args), jnp.asarray, values)
-        if self._buffers is None:
-            return _outputs(returned), []
-        if not isinstance(returned, (tuple, list)) or len(returned) != 2:
-            raise TypeError("paritycheck: with `buffers`, the port has to return (outputs, buffers).")
-        return _outputs(returned[0]), self._buffers.arrays_of(returned[1])
+        if not self._has_buffers:
+            return _outputs(returned), {}
+        if not _is_pair(returned):
+            raise TypeError("paritycheck: with has_buffers=True, the port has to return (outputs, new buffers)")
+        new_buffers = _arrays_by_path(returned[1])
+        if different := sorted(new_buffers.keys() ^ self.buffer_sources.keys()):
+            raise ValueError(
+                "paritycheck: the port has to return the buffers that `load` returns, with new numbers. Only one of "
+                f"them returns {', '.join(different)}"
+            )
+        return _outputs(returned[0]), new_buffers
 
-    def _program(self, trained: Sequence[Any], buffers: Sequence[Any], values: Sequence[Any]) -> Any:
-        """Returns outputs, new buffers, and gradients of parameters and inputs."""
-
-        def differentiable(trained: Any, values: Any) -> Any:
-            outputs, new_buffers = self._forward(trained, buffers, values)
+    def _program(self, named: Any, extra: Any, buffers: Any, values: Any) -> PortResults:
+        def differentiable(named: Any, extra: Any, values: Any) -> Any:
+            outputs, new_buffers = self._call(named, extra, buffers, values)
             chosen = {i: y for i, y in outputs.items() if is_inexact(y.dtype)}
             return chosen, (outputs, new_buffers)
 
-        chosen, pullback, (outputs, new_buffers) = jax.vjp(differentiable, trained, values, has_aux=True)
-        cotangents = {i: jnp.conj(draw("grad_output", i, y)) for i, y in chosen.items()}
-        of_parameters, of_inputs = pullback(cotangents)
-        return outputs, new_buffers, jax.tree.map(jnp.conj, of_parameters), jax.tree.map(jnp.conj, of_inputs)
+        chosen, pullback, (outputs, new_buffers) = jax.vjp(differentiable, named, extra, values, has_aux=True)
+        cotangents = {i: conjugate(jnp.asarray(draw("grad_output", i, y))) for i, y in chosen.items()}
+        of_named, of_extra, of_values = pullback(cotangents)
+        gradients = of_named | of_extra | dict(zip(self._inputs.names, of_values, strict=True))
+        return PortResults(outputs, new_buffers, jax.tree.map(conjugate, gradients))
 
-    def _start(self) -> tuple[list[Any], list[Any], list[Any]]:
-        trained = [jnp.asarray(self._parameters.arrays[i]) for i in self.trainable]
-        buffers = [] if self._buffers is None else list(map(jnp.asarray, self._buffers.arrays))
-        return trained, buffers, list(map(jnp.asarray, self._inputs.values))
+    def _start(self) -> tuple[Any, ...]:
+        named = {name: jnp.asarray(x) for name, x in self._record.parameters.items()}
+        return named, self.extra, {}, list(map(jnp.asarray, self._inputs.values))
 
-    def evaluate(self, tolerance: Callable[[Any], float]) -> tuple[Any, Values, str]:
+    def evaluate(self, tolerance: Callable[[Any], float]) -> tuple[PortResults, Values, str]:
         """Returns what the port computes, its intermediate values, and where it computes in less than float64.
 
         Args:
@@ -115,30 +162,56 @@ class PortedModule:
         with record_source_lines():
             closed, shape = jax.make_jaxpr(self._program, return_shape=True)(*start)
         jaxpr, consts = open_jaxpr(lower_jaxpr(closed))
+        jaxpr = dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars))  # a module that `load` creates draws its parameters first
         computed = [(eqn, v.aval.dtype) for eqn in all_eqns(jaxpr) for v in eqn.outvars if hasattr(v.aval, "dtype")]
-        coarsest = max(((tolerance(t), str(t), eqn) for eqn, t in computed if is_inexact(t)), key=itemgetter(0))
-        rtol, coarse = max(coarsest[0], tolerance(np.float64)), ""
-        if rtol > tolerance(np.float64):
-            coarse = f"{coarsest[1]} ({eqn_source_line(coarsest[2]) or coarsest[2].primitive.name})"
-        values = Values(len(start[0]), rtol)
-        arguments = tree_leaves(start)
-        results = values.evaluate(jaxpr, consts, arguments)
+        values, coarse = Values(tolerance(np.float64)), ""
+        found = [(tolerance(t), str(t), eqn) for eqn, t in computed if is_inexact(t) and tolerance(t) > values.rtol]
+        if found:
+            values.rtol, dtype, eqn = max(found, key=itemgetter(0))
+            coarse = f"{dtype} ({eqn_source_line(eqn) or eqn.primitive.name})"
+        results = values.evaluate(jaxpr, consts, tree_leaves(start))
         return tree_unflatten(jax.tree.structure(shape), [np.asarray(x) for x in results]), values, coarse
 
-    def descend(self, updated: Sequence[int], steps: int) -> tuple[list[Any], list[Any]]:
-        """Returns all parameters and the buffers after steps of gradient descent on some of the parameters."""
-        trained, buffers, values = self._start()
+    def descend(self, steps: int) -> tuple[dict[str, Array], dict[str, Array]]:
+        """Returns torch's parameters by name, and the buffers by path, after steps of gradient descent."""
+        named, extra, buffers, values = self._start()
         run = jax.jit(self._program)
         for _ in range(steps):
-            _, buffers, gradients, _ = run(trained, buffers, values)
-            trained = [
-                p - LEARNING_RATE * g if i in updated else p
-                for i, p, g in zip(self.trainable, trained, gradients, strict=True)
-            ]
-        arrays = list(self._parameters.arrays)
-        for i, array in zip(self.trainable, trained, strict=True):
-            arrays[i] = np.asarray(array)
-        return arrays, list(map(np.asarray, buffers))
+            results = run(named, extra, buffers, values)
+            named = {name: x - LEARNING_RATE * results.gradients[name] for name, x in named.items()}
+            buffers = results.buffers
+        return jax.tree.map(np.asarray, (named, buffers))
+
+
+def _sources(staged: JaxprFunction, names: Mapping[str, Any]) -> list[dict[str, set[str]]]:
+    """Returns for the parameters and the buffers, by path, the names of the arrays that each depends on."""
+    arguments = dict(zip(sorted(names), staged.jaxpr.invars, strict=True))
+
+    def sources(variable: Any) -> set[str]:
+        _, needed = needed_eqns(staged.jaxpr, [variable])
+        return {name for name, argument in arguments.items() if argument in needed}
+
+    trees = tree_unflatten(staged.tree, staged.jaxpr.outvars)
+    return [{path: sources(variable) for path, variable in tree.items()} for tree in trees]
+
+
+def _arrays_by_path(tree: Any) -> dict[str, Any]:
+    """Returns the leaves of a pytree that have numbers."""
+    leaves, _ = tree_flatten_with_path(tree)
+    return {keystr(path): x for path, x in leaves if is_array_leaf(x) and not is_key(x)}
+
+
+def _replaced(tree: Any, arrays: Mapping[str, Any]) -> Any:
+    """Returns a pytree with other arrays at some paths."""
+
+    def new(path: Any, leaf: Any) -> Any:
+        return arrays.get(keystr(path), leaf)
+
+    return tree_map_with_path(new, tree)
+
+
+def _is_pair(value: Any) -> bool:
+    return isinstance(value, (tuple, list)) and len(value) == 2
 
 
 def _outputs(returned: Any) -> dict[int, Any]:

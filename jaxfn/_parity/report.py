@@ -31,8 +31,8 @@ class Row:
       double_error: the largest relative error in double precision.
       verdict: "equal", or how they differ: "intermediate" (they agree if saved intermediates have no derivative in JAX
         either), "rounding" (they agree in double precision), "kink" (they agree a small step away), "formula",
-        "missing", "shape ..." or "dtype ..." (those of JAX), "extra" (torch does not have it), "unmatched" (no
-        parameter of the port was found for it), "other numbers" (the parameters differ before the call).
+        "missing", "shape ..." or "dtype ..." (those of JAX), "extra" (torch does not have it), "not loaded" (nothing
+        that `load` returns depends on it).
     """
 
     PASSING: ClassVar[frozenset[str]] = frozenset({"equal", "intermediate"})
@@ -57,7 +57,7 @@ class Deviation:
       kind: the name of its class.
       what: "output", "gradient of its input", "gradient of its output" or "gradient of" one of its parameters.
       before: where the layer's own code deviates, the layer inside it whose input is wrong; "" otherwise.
-      reason: what of it is in the port, and what is not.
+      reason: what of it is in the port, with the line of the value and the order of its axes, and what is not.
       index: the index of the number that differs most.
       torch, jax: the number in torch, and in the port: in the parameter's gradient, or in the value of this shape that
         is nearest to that of torch. `None` if there is none.

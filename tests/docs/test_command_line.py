@@ -72,6 +72,7 @@ WRONG = {
     ("check", "functions:square", "--shape", "3", "--dtype", "int32"): "int32 is not a floating-point or complex dtype",
     ("parity", "functions:square", "--shape", "3"): "either a reference or --oracle",
     ("parity", "functions:square", "--oracle", "missing.npz"): "no file missing.npz",
+    ("parity", "functions:square", "torch:square", "--shape", "3", "--has-buffers"): "--has-buffers needs --load",
     ("parity", "functions:number", "--oracle", "missing.npz"): "number is a float, expected a function",
     ("parity", "functions:square", "functions:number", "--shape", "3"): "number is a float, expected a function",
     (): "required: command",
@@ -118,3 +119,35 @@ def test_an_error_of_the_users_code_is_a_failure(folder, arguments):
         pytest.importorskip("torch")
     result = run(folder, *arguments)
     assert result.returncode == 1 and RAISING[arguments] in result.stderr
+
+
+MODULES = """
+    import torch
+
+    torch.manual_seed(0)
+    module = torch.nn.BatchNorm1d(3)
+
+    def load(arrays):
+        return dict(arrays), {name: arrays[name] for name in ("running_mean", "running_var")}
+
+    def normalize(p, buffers, x, unbiased=4 / 3):
+        mean, var = x.mean(0), x.var(0)
+        y = (x - mean) / (var + 1e-5) ** 0.5 * p["weight"] + p["bias"]
+        new = {"running_mean": mean, "running_var": unbiased * var}
+        return y, {name: 0.9 * x + 0.1 * new[name] for name, x in buffers.items()}
+
+    def wrong(p, buffers, x):
+        return normalize(p, buffers, x, 1.0)
+"""
+
+
+@row("L5", "H6b")
+def test_parity_of_a_module(folder):
+    pytest.importorskip("torch")
+    (folder / "modules.py").write_text(textwrap.dedent(MODULES))
+    options = ("modules:module", "--load", "modules:load", "--has-buffers", "--shape", "4,3")
+    right = run(folder, "parity", "modules:normalize", *options)
+    assert right.returncode == 0 and "gradient of weight" in right.stdout, right.stderr
+    wrong = run(folder, "parity", "modules:wrong", *options, "--json")
+    rows = json.loads(wrong.stdout)["rows"]
+    assert {row["what"] for row in rows if row["verdict"] != "equal"} == {"buffer running_var"}

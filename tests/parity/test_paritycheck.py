@@ -39,7 +39,7 @@ def test_a_right_port(port):
     report = jaxfn.paritycheck(port, TorchLinear, LINEAR, raise_exception=False)
     assert report, report
     gradients = [row.what for row in report.rows if row.what.startswith("gradient")]
-    assert len(gradients) == 3 + 2 * 3 + 3  # every subset of three inputs
+    assert len(gradients) == 3 + 3  # together and alone
     assert {row.what for row in report.rows if row.what.startswith("second")} == {
         "second derivative, input 0",
         "second derivative, input 1",
@@ -81,7 +81,7 @@ def test_a_wrong_gradient_is_a_wrong_formula():
     report = jaxfn.paritycheck(Wrong, TorchLinear, LINEAR, raise_exception=False)
     assert not report
     wrong = {what for what, verdict in verdicts(report).items() if verdict == "formula"}
-    assert wrong >= {"gradient of input 1 (alone)", "gradient of input 1 (with 0, 1)"}
+    assert wrong >= {"gradient of input 1 (alone)", "gradient of input 1"}
     assert not {what for what in wrong if what.startswith(("output", "gradient of input 0", "gradient of input 2"))}
 
 
@@ -535,5 +535,5 @@ def test_a_gradient_that_is_zero_up_to_rounding(seed, dtype):
 def test_a_file_of_another_format_says_so(tmp_path):
     path = tmp_path / "old.npz"
     np.savez(path, content=np.array(json.dumps({"dtypes": {}})))
-    with pytest.raises(ValueError, match="written by another version of jaxfn, with other random numbers"):
+    with pytest.raises(ValueError, match="written by another version of jaxfn"):
         jaxfn.paritycheck(jnp.sin, path)
