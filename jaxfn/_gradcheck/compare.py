@@ -9,9 +9,10 @@ from typing import Any
 
 import numpy as np
 
+from jaxfn._check.modes import Derivative
 from jaxfn._gradcheck.evaluation.batches import BatchedEvaluator
 from jaxfn._gradcheck.evaluation.vectors import Arrays, Basis, Vectors, bases, complex_entries, random_vectors
-from jaxfn._gradcheck.problem.derivatives import ADMode, Derivative, Derivatives
+from jaxfn._gradcheck.problem.derivatives import ADMode, Derivatives
 from jaxfn._gradcheck.tolerance import Tolerance, excess, largest
 
 _MAX_WORST = 8

@@ -241,7 +241,7 @@ class _Check:
                 )
         self.report.notes += comparison.notes if self.report.passed else ()
         of_backward = [m for m in self.report.mismatches if m.check == d.reverse.name]
-        if any(all(entry.analytic == 0 for entry in mismatch.entries) for mismatch in of_backward):
+        if any(all(entry.value == 0 for entry in mismatch.entries) for mismatch in of_backward):
             self.report.notes += [f"{m} returned None for {x}, so its gradient is zero" for m, x in d.without_gradient]
         kinks = [mismatch.kind == KINK for mismatch in self.report.mismatches]
         self.report.notes += [_KINK_HINT] if any(kinks) else []

@@ -12,12 +12,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxfn._check.arguments import Arguments
+from jaxfn._check.modes import Part, parts
 from jaxfn._compat import compile_as_written, compile_quickly
-from jaxfn._kernelcheck.arguments import Arguments, Arrays, add_rounding_noise, rounded, sample_nearby
-from jaxfn._kernelcheck.error_bounds import ArrayResult, ExpectedArray, ExpectedIntegers, expect
+from jaxfn._kernelcheck.arguments import Arrays, add_rounding_noise, rounded, sample_nearby
+from jaxfn._kernelcheck.error_bounds import ExpectedArray, ExpectedIntegers, expect
 from jaxfn._kernelcheck.float64 import promote_to_float64
 from jaxfn._kernelcheck.implementations import Implementation, KernelError, OutputTypes, Results, on_host, run_on_host
-from jaxfn._kernelcheck.rows import Row
+from jaxfn._kernelcheck.rows import KernelRow
 
 _FEW_DRAWS = 2
 _MAX_NUMBERS = 1 << 20  # in all samples of all inputs and outputs
@@ -99,6 +101,12 @@ class KernelComparison:
         return Implementation(self.reference, self.arguments).outputs(self.dtype)
 
     @cached_property
+    def parts(self) -> list[Part]:
+        """The parts of the gradients that a rule may compute differently."""
+        inputs = [self.arguments.names[i] for i in self.arguments.differentiated]
+        return parts(inputs, self.outputs.names[: len(self.outputs.floats)], is_forward=False)
+
+    @cached_property
     def draws(self) -> int:
         """The number of samples, fewer for large arrays: they have many entries each, and would need much memory."""
         arrays = [*self.arguments.values, *self.outputs.floats]
@@ -140,7 +148,7 @@ class KernelComparison:
         cotangents = [
             jnp.asarray(ct[at].astype(y.dtype)) for ct, y in zip(samples.cotangents, self.outputs.floats, strict=True)
         ]
-        return self.arguments.fixed, xs, cotangents
+        return self.arguments.others, xs, cotangents
 
     def first_results(self, run: Callable[..., Any]) -> Results:
         """Returns the results of a function like `Implementation.run` for the first sample."""
@@ -149,7 +157,7 @@ class KernelComparison:
     def first_inputs(self) -> tuple[Any, ...]:
         """Returns the arguments of the kernel for the first sample."""
         fixed, xs, _ = self.arrays(self.main, 0)
-        return self.arguments.call(lambda *args: args, fixed, xs)
+        return self.arguments.call(lambda *args: args, xs, fixed)
 
     @cached_property
     def plain(self) -> Results:
@@ -199,19 +207,17 @@ class KernelComparison:
         """Returns the names of the gradients in reports."""
         return [f"gradient of {self.arguments.names[i]}" for i in self.arguments.differentiated]
 
-    def row(self, check: str, array: str, conditions: str, result: ArrayResult) -> Row:
-        """Returns a row of the report for one array."""
-        dtype = str(np.dtype(self.dtype))
-        return Row(check, dtype, array + conditions, **vars(result))
+    def row(self, check: str, what: str, result: KernelRow) -> KernelRow:
+        """Returns the result for one array as a row of the report."""
+        return replace(result, check=check, what=what, dtype=str(np.dtype(self.dtype)))
 
-    def message(self, check: str, what: str, message: str, *, passed: bool = False) -> Row:
+    def message(self, check: str, what: str, message: str, *, passed: bool = False) -> KernelRow:
         """Returns a row of the report with a message; without a message the row passes."""
-        return Row(check, str(np.dtype(self.dtype)), what, passed or not message, message)
+        return self.row(check, what, KernelRow(passed=passed or not message, message=message))
 
-    def raised(self, check: str, what: str, error: KernelError, remark: str = "") -> Row:
+    def raised(self, check: str, what: str, error: KernelError, remark: str = "") -> KernelRow:
         """Returns a row of the report for an error that the kernel raised; with a remark the row passes."""
-        message = remark + str(error)
-        return Row(check, str(np.dtype(self.dtype)), what, bool(remark), message)
+        return self.message(check, what, remark + str(error), passed=bool(remark))
 
     def compare(
         self,
@@ -221,7 +227,8 @@ class KernelComparison:
         draws: Sequence[int] | None = None,
         suffix: str = "",
         only_overflow: bool = False,
-    ) -> list[Row]:
+        inputs: Sequence[int] | None = None,
+    ) -> list[KernelRow]:
         """Returns rows for the results for some samples.
 
         Args:
@@ -231,31 +238,36 @@ class KernelComparison:
           draws: the samples that `results` has. Default: all.
           suffix: the conditions of the check, as text.
           only_overflow: whether values must only be finite.
+          inputs: the indices of the gradients that `results` has, among those of `expected`. Default: all.
         """
-        rows: list[Row] = []
-        for kind, index, array in self._named(results):
+        rows: list[KernelRow] = []
+        if inputs is not None:
+            expected = replace(expected, gradients=[expected.gradients[i] for i in inputs])
+        for kind, index, array in self._named(results, inputs):
             values, e = getattr(results, kind)[index], getattr(expected, kind)[index]
             e = e if draws is None else e.at(draws)
-            result: ArrayResult = e.overflow(values) if only_overflow else e.compare(values, self.factor)
+            result = e.overflow(values) if only_overflow else e.compare(values, self.factor)
             under = "gradients" if check == "outputs" and kind == "gradients" else check
-            rows.append(self.row(under, array, suffix, result))
+            rows.append(self.row(under, array + suffix, result))
         return rows
 
-    def _named(self, results: Results) -> list[tuple[str, int, str]]:
+    def _named(self, results: Results, inputs: Sequence[int] | None = None) -> list[tuple[str, int, str]]:
         """Returns the arrays in results: the attribute that has them, the index in it, and the name in reports."""
-        count = len(results.outputs)
+        count, gradients = len(results.outputs), self.gradient_names()
+        if inputs is not None:
+            gradients = [gradients[i] for i in inputs]
         names = {
             "outputs": self.outputs.names[:count],
-            "gradients": self.gradient_names() if results.gradients else [],
+            "gradients": gradients if results.gradients else [],
             "others": self.outputs.names[count:],
         }
         return [(kind, index, name) for kind, of_kind in names.items() for index, name in enumerate(of_kind)]
 
     def compare_runs(
         self, condition: str, first: Results, second: Results, draws: Sequence[int] | None = None
-    ) -> list[Row]:
+    ) -> list[KernelRow]:
         """Returns a row for each array of two runs, which fails unless they are bitwise equal."""
-        rows: list[Row] = []
+        rows: list[KernelRow] = []
         for kind, index, array in self._named(first):
             one, two = getattr(first, kind)[index], getattr(second, kind)[index]
             if one.tobytes() == two.tobytes():
@@ -264,7 +276,7 @@ class KernelComparison:
             e = getattr(self.expected, kind)[index]
             e = (e if draws is None else e.at(draws)).with_exact(one)
             result = replace(e.compare(two, self.factor), passed=False, message="two runs on the same inputs differ")
-            rows.append(self.row("determinism", array, condition, result))
+            rows.append(self.row("determinism", array + condition, result))
         return rows
 
 
@@ -287,7 +299,7 @@ class Float64Reference:
 
     def results(self, xs: Arrays, cotangents: Arrays) -> Results:
         """Returns the results for samples of inputs and cotangents, in double precision."""
-        args = self._implementation.arguments.fixed, xs, cotangents
+        args = self._implementation.arguments.others, xs, cotangents
         config: Any = jax.config
         has_x64: bool = config.jax_enable_x64
         with jax.enable_x64(True):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import jax.numpy as jnp
@@ -11,7 +12,7 @@ import numpy as np
 from jaxfn._check.arguments import function_name
 from jaxfn._check.draws import random_generator
 from jaxfn._gradcheck.report.progress import Progress
-from jaxfn._kernelcheck.arguments import flatten_arguments
+from jaxfn._kernelcheck.arguments import kernel_arguments
 from jaxfn._kernelcheck.checks import NAMES, CheckOptions, CustomCheck, run_checks
 from jaxfn._kernelcheck.comparison import Float64Reference, KernelComparison
 from jaxfn._kernelcheck.report import KernelReport
@@ -126,11 +127,11 @@ def kernelcheck(
     if not checked_dtypes or draws < 1:
         raise ValueError("kernelcheck needs at least one dtype and one sample")
     generator = random_generator("kernelcheck", seed)
-    arguments = flatten_arguments(reference, inputs, argnums, generator)
-    others = None if sizes is None else [flatten_arguments(reference, other, argnums, generator) for other in sizes]
+    arguments = kernel_arguments(reference, inputs, argnums, generator)
+    others = None if sizes is None else [kernel_arguments(reference, other, argnums, generator) for other in sizes]
     if "gradients" in skip:
-        arguments = arguments.undifferentiated()
-        others = others and [other.undifferentiated() for other in others]
+        arguments = replace(arguments, chosen=frozenset())
+        others = others and [replace(other, chosen=frozenset()) for other in others]
     report = KernelReport(function_name(func), function_name(reference), factor)
     options = CheckOptions(others, shard, custom, frozenset(skip), allow_zero_gradients)
     exact = Float64Reference(reference, arguments)

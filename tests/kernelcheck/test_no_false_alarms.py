@@ -12,7 +12,7 @@ import pytest
 from jax.experimental.pallas import tpu as pltpu
 
 from jaxfn import kernelcheck
-from jaxfn._kernelcheck.arguments import flatten_arguments
+from jaxfn._kernelcheck.arguments import kernel_arguments
 from jaxfn._kernelcheck.comparison import Float64Reference, KernelComparison
 from tests.support.kernel_faults import shape
 from tests.support.marks import row, slow
@@ -152,7 +152,7 @@ SEEDS = 100
 def alarms(kernel, reference, inputs, dtype):
     """Yields the failed rows of outputs and gradients for new inputs, again and again, by executables compiled once."""
     generator = np.random.default_rng(0)
-    arguments = flatten_arguments(reference, tuple(inputs), None, generator)
+    arguments = kernel_arguments(reference, tuple(inputs), None, generator)
     exact = Float64Reference(reference, arguments)
     comparison = KernelComparison(kernel, reference, arguments, jnp.dtype(dtype), 8, 2.0, generator, exact)
     for _ in range(SEEDS):

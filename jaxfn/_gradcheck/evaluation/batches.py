@@ -14,11 +14,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax.tree_util import tree_map
 
+from jaxfn._check.modes import Derivative, LeafFunction
 from jaxfn._check.staging import bytes_per_call
 from jaxfn._gradcheck.evaluation.execution import CompiledFunction, ExecutionMode
 from jaxfn._gradcheck.evaluation.vectors import Arrays, Vectors
-from jaxfn._gradcheck.problem.derivatives import Derivative
-from jaxfn._gradcheck.problem.problem import LeafFunction
 from jaxfn._gradcheck.report.progress import Progress
 from jaxfn._gradcheck.tolerance import SAFETY
 

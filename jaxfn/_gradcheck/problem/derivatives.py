@@ -13,70 +13,16 @@ import jax.numpy as jnp
 import numpy as np
 from jax.custom_derivatives import SymbolicZero
 
+from jaxfn._check.modes import Derivative, LeafFunction, forward_derivative, jacobian_rows, restrict_outputs
 from jaxfn._check.staging import HAVE_RULES, LAX_PRIMITIVES, JaxprFunction, stage
 from jaxfn._compat import closed_call_p, custom_lin_p, is_code_of_jax
 from jaxfn._gradcheck.problem.monitor import CallMonitor
-from jaxfn._gradcheck.problem.problem import Leaf, LeafFunction, Problem
+from jaxfn._gradcheck.problem.problem import Leaf, Problem
 from jaxfn._jaxpr import identity_primitives, is_any_of, jaxprs_in_params, open_jaxpr, subjaxpr_rules
 from jaxfn._primitives import linear_map_p
 from jaxfn._tree import conjugate
 
-# (inputs, cotangents) -> (outputs, gradients), or (inputs, tangents) -> (outputs, output tangents); all are lists.
-Derivative = Callable[[Sequence[Any], Sequence[Any]], Any]
 _FindDerivative: TypeAlias = "Callable[[], Derivative | UnavailableError]"
-
-
-def reverse_derivative(call: LeafFunction) -> Derivative:
-    """Returns the derivative in reverse mode."""
-
-    def reverse(xs: Sequence[Any], cotangents: Sequence[Any]) -> Any:
-        outputs, pull = jax.vjp(call, *xs)
-        return outputs, list(pull(list(cotangents)))
-
-    return reverse
-
-
-def forward_derivative(call: LeafFunction) -> Derivative:
-    """Returns the derivative in forward mode."""
-
-    def forward(xs: Sequence[Any], tangents: Sequence[Any]) -> Any:
-        return jax.jvp(call, tuple(xs), tuple(tangents))
-
-    return forward
-
-
-def jacobian_rows(call: LeafFunction) -> Derivative:
-    """Returns the derivative in reverse mode, in torch's convention for complex numbers.
-
-    The cotangent of the functional "imaginary part" is -1j in JAX, and 1j in torch.
-    """
-    reverse = reverse_derivative(call)
-
-    def rows(xs: Sequence[Any], cotangents: Sequence[Any]) -> Any:
-        outputs, gradients = reverse(xs, list(map(conjugate, cotangents)))
-        return outputs, list(map(conjugate, gradients))
-
-    return rows
-
-
-def restrict_outputs(call: LeafFunction, indices: Sequence[int]) -> LeafFunction:
-    """Returns the function with some of its outputs."""
-
-    def some(*xs: Any) -> list[Any]:
-        outputs = call(*xs)
-        return [outputs[i] for i in indices]
-
-    return some
-
-
-def restrict_inputs(call: LeafFunction, xs: Sequence[Any], indices: Sequence[int]) -> LeafFunction:
-    """Returns the function of some of its inputs, with the values in `xs` for the others."""
-
-    def some(*values: Any) -> list[Any]:
-        chosen = dict(zip(indices, values, strict=True))
-        return call(*(chosen.get(i, x) for i, x in enumerate(xs)))
-
-    return some
 
 
 class UnavailableError(Exception):
