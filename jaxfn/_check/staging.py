@@ -73,23 +73,22 @@ class JaxprFunction:
         mapped = [eqn for eqn in self.eqns if eqn.primitive.name == "shard_map"]  # the name in 0.10.0 to 0.12.0
         return {name: eqn.params["mesh"].shape[name] for eqn in mapped for name in manual_axes(eqn)}
 
+    def dependent_eqns(self) -> list[Any]:
+        """Returns the eqns that depend on the inputs, in order, without those of sub-jaxprs."""
+        dependent = set(self.jaxpr.invars)
+        eqns: list[Any] = []
+        for eqn in self.jaxpr.eqns:
+            if any(is_variable(v) and v in dependent for v in eqn.invars):
+                eqns.append(eqn)
+                dependent.update(eqn.outvars)
+        return eqns
+
     def dtypes_from_inputs(self) -> set[Any]:
         """Returns the inexact dtypes of everything that is computed from the inputs."""
-        eqns = _dependent_eqns(self.jaxpr)
+        eqns = self.dependent_eqns()
         eqns += [eqn for outer in eqns for jaxpr in jaxprs_in_params(outer) for eqn in all_eqns(jaxpr)]
         avals = [v.aval for eqn in eqns for v in eqn.outvars]
         return {aval.dtype for aval in avals if hasattr(aval, "dtype") and is_inexact(aval.dtype)}
-
-
-def _dependent_eqns(jaxpr: Any) -> list[Any]:
-    """Returns the eqns that depend on inputs of a jaxpr, in order."""
-    dependent = set(jaxpr.invars)
-    eqns: list[Any] = []
-    for eqn in jaxpr.eqns:
-        if any(is_variable(v) and v in dependent for v in eqn.invars):
-            eqns.append(eqn)
-            dependent.update(eqn.outvars)
-    return eqns
 
 
 def stage(function: Callable[..., Any], *args: Any) -> JaxprFunction:

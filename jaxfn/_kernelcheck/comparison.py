@@ -14,6 +14,7 @@ import numpy as np
 
 from jaxfn._check.arguments import Arguments
 from jaxfn._check.modes import Part, parts
+from jaxfn._check.staging import stage
 from jaxfn._compat import compile_as_written, compile_quickly
 from jaxfn._kernelcheck.arguments import Arrays, add_rounding_noise, rounded, sample_nearby
 from jaxfn._kernelcheck.error_bounds import ExpectedArray, ExpectedIntegers, expect
@@ -52,11 +53,12 @@ class ExpectedResults:
     others: list[ExpectedIntegers]
     gradients: list[ExpectedArray]
 
-    def with_equal_inputs(self, other: ExpectedResults) -> ExpectedResults:
-        """Returns the results for equal inputs, given those of unequal ones (see `ExpectedArray.with_equal_inputs`)."""
-        outputs = list(map(ExpectedArray.with_equal_inputs, self.outputs, other.outputs))
-        gradients = list(map(ExpectedArray.with_equal_inputs, self.gradients, other.gradients))
-        return ExpectedResults(outputs, self.others, gradients)
+    def combined(
+        self, other: ExpectedResults, combine: Callable[[ExpectedArray, ExpectedArray], ExpectedArray]
+    ) -> ExpectedResults:
+        """Combines each array with its counterpart in other results."""
+        outputs = list(map(combine, self.outputs, other.outputs))
+        return ExpectedResults(outputs, self.others, list(map(combine, self.gradients, other.gradients)))
 
 
 @dataclass
@@ -105,6 +107,12 @@ class KernelComparison:
         """The parts of the gradients that a rule may compute differently."""
         inputs = [self.arguments.names[i] for i in self.arguments.differentiated]
         return parts(inputs, self.outputs.names[: len(self.outputs.floats)], is_forward=False)
+
+    def depends_on(self, index: int) -> bool:
+        """Whether the reference has a derivative with respect to one of the differentiated inputs."""
+        reference = Implementation(self.reference, self.arguments)
+        traced = stage(lambda *args: reference.run(*args)[2], *self.arrays(self.main, 0)).output_alone(index)
+        return bool(traced.dependent_eqns()) or traced.jaxpr.outvars[0] in traced.jaxpr.invars
 
     @cached_property
     def draws(self) -> int:

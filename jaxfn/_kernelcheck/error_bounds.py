@@ -12,7 +12,7 @@ One measurement alone may be small by luck:
     reference (adds from the left)     4.75, with an error of 0, so that no kernel could have any error
     kernel (an online mean, times 3)   4.78, off by one unit in the last place, which is a good result
 
-So five terms make the measurement robust:
+So six terms make the measurement robust:
 
 - Several samples. Inputs are changed by a few units in the last place, with new cotangents for each sample, and the
   errors of all samples are taken together.
@@ -24,6 +24,8 @@ So five terms make the measurement robust:
   times the root mean square. If a few entries dominate, `n` is their effective number. A largest error that is much
   larger than the others counts twice, as another implementation has its own in other entries.
 - The last digit. Two units in the last place of an entry are always allowed, and half a unit in the norm.
+- Scaled inputs. Small inputs are nearly equal, for which the errors of a reference may all be small. So numbers of
+  about one magnitude are allowed the largest error that they have for the inputs themselves.
 - Exact zeros. A gradient that is exactly zero in the reference for all samples (of attention to one key, say) does not
   show the size of rounding errors. A few units in the last place of cotangents times outputs times inputs are allowed.
 
@@ -92,6 +94,14 @@ class ExpectedArray:
         return replace(
             self, error=self.error.maximum(error), input_rounding=self.input_rounding.maximum(input_rounding)
         )
+
+    def with_errors_of(self, other: ExpectedArray) -> ExpectedArray:
+        """Allows the largest error that numbers of about the same magnitude, or smaller ones, have in other results."""
+        largest = np.zeros(self.groups.shape)
+        for group in np.unique(self.groups):
+            is_smaller = other.groups <= group
+            largest[self.groups == group] = np.where(is_smaller, other.error.largest, 0.0).max(initial=0.0)
+        return replace(self, error=self.error.maximum(ErrorStats(largest, 0.0)))
 
     def summed(self) -> ExpectedArray:
         """Returns the expected sum over all samples, as a single sample."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property
 from typing import Any, ClassVar, TypeAlias
@@ -235,7 +235,7 @@ def _derive(
         reverse=ReverseMode(outputs, problem.inputs, *of_reverse),
         forward=ForwardMode(problem.inputs, outputs, *of_forward),
         functions=list(bypassing.functions) or list(monitor.functions),
-        has_unknown_code=monitor.reads_perturbation or _has_unknown_code(primal, own[1]),
+        has_unknown_code=monitor.reads_perturbation or _has_unknown_code(primal, own[1], monitor.functions),
         casts=list(monitor.casts),
         without_gradient=list(monitor.without_gradient),
         precision=precision,
@@ -287,15 +287,18 @@ _MONITORED = (LAX_PRIMITIVES | identity_primitives | subjaxpr_rules.keys()) - _U
 _FOLDER = os.path.dirname(conjugate.__code__.co_filename)
 
 
-def _has_unknown_code(primal: LeafFunction, forward_rule: object) -> bool:
-    """Whether there is code, other than that of monitored methods, that may see what is differentiated or batched."""
+def _has_unknown_code(primal: LeafFunction, forward_rule: object, functions: Iterable[Any]) -> bool:
+    """Whether there is code, other than that of monitored Functions, that may see what is differentiated or batched."""
     if not isinstance(primal, JaxprFunction):
         return True
+    codes = [getattr(function.forward, "__code__", None) for function in functions]
+    locations = {(code.co_filename, code.co_firstlineno) for code in codes if code is not None}
 
     def is_unknown(eqn: Any) -> bool:
         if eqn.primitive in HAVE_RULES:
             called, _ = open_jaxpr(eqn.params["call_jaxpr"])
-            if os.path.dirname(called.debug_info.func_filename or "") == _FOLDER:  # a call of a Function
+            source = called.debug_info.func_filename or "", called.debug_info.func_lineno
+            if source in locations or os.path.dirname(source[0]) == _FOLDER:  # a call of a Function
                 return False
         return eqn.params.get("symbolic_zeros") or not is_any_of(eqn, _MONITORED)
 
