@@ -20,25 +20,15 @@ from jaxfn._tree import TreeSpec, double, flatten, is_array_leaf, is_inexact, is
 
 @dataclass(frozen=True)
 class Arguments:
-    """The arguments of a call.
+    """The arguments of a call."""
 
-    Attributes:
-      spec: everything except their arrays.
-      is_value: for each array, whether it can be differentiated.
-      values: the arrays that can be differentiated.
-      others: the other arrays: integers, booleans, keys.
-      names: the names of the values in reports.
-      owners: the positions of the arguments that contain the values.
-      chosen: the positions of the arguments to be differentiated.
-    """
-
-    spec: TreeSpec
-    is_value: Sequence[bool]
-    values: Sequence[Any]
-    others: Sequence[Any]
-    names: Sequence[str]
-    owners: Sequence[int]
-    chosen: frozenset[int]
+    spec: TreeSpec  # everything except their arrays
+    is_value: Sequence[bool]  # for each array, whether it can be differentiated
+    values: Sequence[Any]  # the arrays that can be differentiated
+    others: Sequence[Any]  # the other arrays: integers, booleans, keys
+    names: Sequence[str]  # the names of the values in reports
+    owners: Sequence[int]  # the positions of the arguments that contain the values
+    chosen: frozenset[int]  # the positions of the arguments to be differentiated
 
     @cached_property
     def differentiated(self) -> list[int]:

@@ -76,19 +76,12 @@ def restrict_inputs(call: LeafFunction, xs: Sequence[Any], indices: Sequence[int
 
 @dataclass(frozen=True)
 class Part:
-    """A derivative with respect to some inputs only, or of some outputs.
+    """A derivative with respect to some inputs only, or of some outputs."""
 
-    Attributes:
-      is_undefined: whether one cotangent or tangent is undefined; otherwise one input alone is differentiated.
-      condition: both as text.
-      inputs: the indices of the inputs that are differentiated; the tangents of others are undefined.
-      outputs: the indices of the outputs that have a cotangent; those of others are undefined.
-    """
-
-    is_undefined: bool
-    condition: str
-    inputs: Sequence[int]
-    outputs: Sequence[int]
+    is_undefined: bool  # whether one cotangent or tangent is undefined; otherwise one input alone is differentiated
+    condition: str  # both as text
+    inputs: Sequence[int]  # the indices of the inputs that are differentiated; the tangents of others are undefined
+    outputs: Sequence[int]  # the indices of the outputs that have a cotangent; those of others are undefined
 
     @property
     def advice(self) -> str:
@@ -137,13 +130,9 @@ def parts(inputs: Sequence[str], outputs: Sequence[str], *, is_forward: bool) ->
 
 @dataclass(frozen=True)
 class Batching:
-    """A way to batch the inputs of a function.
+    """A way to batch the inputs of a function."""
 
-    Attributes:
-      axes: the batch axis of each input, or `None`.
-    """
-
-    axes: tuple[int | None, ...]
+    axes: tuple[int | None, ...]  # the batch axis of each input, or `None`
 
     def condition(self, names: Sequence[str]) -> str:
         """Describes it by the names of the inputs."""

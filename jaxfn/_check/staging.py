@@ -40,16 +40,11 @@ class JaxprFunction:
     """A function staged to a jaxpr; calling it evaluates the jaxpr.
 
     It is a pytree of its constants, so that it can be an argument of a jitted function.
-
-    Attributes:
-      constants: the constants of the jaxpr.
-      jaxpr: a jaxpr of the array leaves of the arguments.
-      tree: the treedef of the result.
     """
 
-    constants: Sequence[Any]
-    jaxpr: Any = field(metadata={"static": True})
-    tree: Any = field(metadata={"static": True})
+    constants: Sequence[Any]  # the constants of the jaxpr
+    jaxpr: Any = field(metadata={"static": True})  # a jaxpr of the array leaves of the arguments
+    tree: Any = field(metadata={"static": True})  # the treedef of the result
 
     def __call__(self, *args: Any) -> Any:
         return tree_unflatten(self.tree, eval_jaxpr(self.jaxpr, self.constants, *tree_leaves(args)))

@@ -36,23 +36,15 @@ _SHIFT_FACTOR = 1.001  # factor of the inputs for a second point, so that the it
 
 @dataclass
 class Findings:
-    """The results of the property checks.
+    """The results of the property checks."""
 
-    Attributes:
-      problems: the failures, as text.
-      batches_wrong: whether batching changes values, so that nothing may be computed in batches.
-      autodiff_agrees: whether autodiff of the function without its rule is known to agree with finite differences.
-      is_resolved: whether they agree in the first digits of each output, however small.
-      matches_autodiff: whether the rule is known to agree with it in every entry.
-      is_nan: whether a result is NaN, so that the other properties were not checked.
-    """
-
-    problems: list[str] = field(default_factory=list[str])
-    batches_wrong: bool = False
+    problems: list[str] = field(default_factory=list[str])  # the failures, as text
+    batches_wrong: bool = False  # whether batching changes values, so that nothing may be computed in batches
+    # whether autodiff of the function without its rule is known to agree with finite differences
     autodiff_agrees: bool = False
-    is_resolved: bool = False
-    matches_autodiff: bool = False
-    is_nan: bool = False
+    is_resolved: bool = False  # whether they agree in the first digits of each output, however small
+    matches_autodiff: bool = False  # whether the rule is known to agree with it in every entry
+    is_nan: bool = False  # whether a result is NaN, so that the other properties were not checked
 
     @property
     def are_complete(self) -> bool:
@@ -88,29 +80,17 @@ class _Results(NamedTuple):
 
 @dataclass(frozen=True)
 class PropertyChecks:
-    """The property checks of one problem in one mode.
+    """The property checks of one problem in one mode."""
 
-    Attributes:
-      derivatives: the function and its derivatives.
-      mode: the mode of differentiation.
-      xs: the point at which to differentiate.
-      step: the step of finite differences.
-      tolerance: the tolerance for values that should be equal.
-      nondet_tol: the largest difference of two evaluations.
-      undefined: whether to check undefined vectors, one at a time.
-      samples_autodiff: whether to compare autodiff with finite differences along random vectors.
-      max_memory: the number of bytes that one batch may use.
-    """
-
-    derivatives: Derivatives
-    mode: ADMode
-    xs: Sequence[Any]
-    step: float
-    tolerance: Tolerance
-    nondet_tol: float
-    undefined: bool
-    samples_autodiff: bool
-    max_memory: int
+    derivatives: Derivatives  # the function and its derivatives
+    mode: ADMode  # the mode of differentiation
+    xs: Sequence[Any]  # the point at which to differentiate
+    step: float  # the step of finite differences
+    tolerance: Tolerance  # the tolerance for values that should be equal
+    nondet_tol: float  # the largest difference of two evaluations
+    undefined: bool  # whether to check undefined vectors, one at a time
+    samples_autodiff: bool  # whether to compare autodiff with finite differences along random vectors
+    max_memory: int  # the number of bytes that one batch may use
 
     def run(self, execution: ExecutionMode) -> Findings:
         """Runs all property checks."""

@@ -25,38 +25,26 @@ _BLOCKS_SHOWN = 8
 
 @dataclass
 class BlockValues:
-    """Some entries of the derivative of one output with respect to one input, of shape (outputs, inputs).
+    """Some entries of the derivative of one output with respect to one input, of shape (outputs, inputs)."""
 
-    Attributes:
-      rows, columns: the components of the output and the elements of the input (in forward mode: the elements of the
-        output and the components of the input).
-      analytic, numeric, autodiff: the values; `None` for a reference that was not computed.
-      tolerances: the tolerance of `analytic`.
-    """
-
+    # rows, columns: the components of the output and the elements of the input (in forward mode: the elements of the
+    # output and the components of the input)
     rows: Sequence[int]
     columns: Sequence[int]
-    analytic: Any
+    analytic: Any  # analytic, numeric, autodiff: the values; `None` for a reference that was not computed
     numeric: Any
     autodiff: Any
-    tolerances: Any
+    tolerances: Any  # the tolerance of `analytic`
 
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """The diagnosis of wrong blocks of the Jacobian.
+    """The diagnosis of wrong blocks of the Jacobian."""
 
-    Attributes:
-      comparison: the comparison that found them.
-      mode: the mode of differentiation.
-      by_autodiff: whether autodiff decides, not finite differences.
-      with_differences: whether to compute finite differences.
-    """
-
-    comparison: Comparison
-    mode: ADMode
-    by_autodiff: bool
-    with_differences: bool
+    comparison: Comparison  # the comparison that found them
+    mode: ADMode  # the mode of differentiation
+    by_autodiff: bool  # whether autodiff decides, not finite differences
+    with_differences: bool  # whether to compute finite differences
 
     def mismatches(self, blocks: Sequence[JacobianBlock]) -> list[Mismatch]:
         """Returns a mismatch for each block, the first few in detail."""

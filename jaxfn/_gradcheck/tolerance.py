@@ -63,19 +63,13 @@ class Tolerance:
 
     Tolerances other than the default ones mean exactly `|a - n| <= atol + rtol * |n|`. The default ones mean that for a
     coarse reference. For a precise reference they are a thousand times smaller, but never smaller than rounding.
-
-    Attributes:
-      atol: the absolute tolerance.
-      rtol: the tolerance relative to the reference.
-      is_default: whether both are the default ones.
-      precision: the relative spacing of the coarsest floating-point type that the function computes in.
-      least_scale: the largest entry of a Jacobian below which the absolute tolerance does not become smaller.
     """
 
-    atol: float
-    rtol: float
-    is_default: bool
-    precision: float = _DOUBLE
+    atol: float  # the absolute tolerance
+    rtol: float  # the tolerance relative to the reference
+    is_default: bool  # whether both are the default ones
+    precision: float = _DOUBLE  # the relative spacing of the coarsest floating-point type that the function computes in
+    # the largest entry of a Jacobian below which the absolute tolerance does not become smaller
     least_scale: float = _TIGHTER
 
     @property

@@ -28,21 +28,13 @@ CustomCheck = Callable[[Callable[..., Any], Callable[..., Any], tuple[Any, ...]]
 
 @dataclass(frozen=True)
 class CheckOptions:
-    """The options of the checks; see `kernelcheck`.
+    """The options of the checks; see `kernelcheck`."""
 
-    Attributes:
-      sizes: arguments of other sizes; `None` to derive them from the arguments.
-      shard: maps a function to a sharded one.
-      custom: checks of the caller, by name.
-      skip: the names of the checks to skip.
-      allow_zero_gradients: whether a gradient of the reference may be zero.
-    """
-
-    sizes: Sequence[Arguments] | None
-    shard: Callable[[Callable[..., Any]], Callable[..., Any]] | None
-    custom: Mapping[str, CustomCheck]
-    skip: frozenset[str]
-    allow_zero_gradients: bool
+    sizes: Sequence[Arguments] | None  # arguments of other sizes; `None` to derive them from the arguments
+    shard: Callable[[Callable[..., Any]], Callable[..., Any]] | None  # maps a function to a sharded one
+    custom: Mapping[str, CustomCheck]  # checks of the caller, by name
+    skip: frozenset[str]  # the names of the checks to skip
+    allow_zero_gradients: bool  # whether a gradient of the reference may be zero
 
 
 def values(comparison: KernelComparison, options: CheckOptions) -> Iterator[KernelRow]:

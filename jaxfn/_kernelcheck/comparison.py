@@ -28,30 +28,19 @@ _MAX_NUMBERS = 1 << 20  # in all samples of all inputs and outputs
 
 @dataclass(frozen=True)
 class Samples:
-    """Samples of inputs and cotangents.
+    """Samples of inputs and cotangents."""
 
-    Attributes:
-      xs: floating-point inputs, rounded to the dtype, in float64, each of shape (draws, *shape).
-      cotangents: cotangents of the floating-point outputs, in the same form.
-    """
-
-    xs: Arrays
-    cotangents: Arrays
+    xs: Arrays  # floating-point inputs, rounded to the dtype, in float64, each of shape (draws, *shape)
+    cotangents: Arrays  # cotangents of the floating-point outputs, in the same form
 
 
 @dataclass(frozen=True)
 class ExpectedResults:
-    """The expected results for some samples.
+    """The expected results for some samples."""
 
-    Attributes:
-      outputs: the floating-point outputs.
-      others: the other outputs.
-      gradients: the gradients.
-    """
-
-    outputs: list[ExpectedArray]
-    others: list[ExpectedIntegers]
-    gradients: list[ExpectedArray]
+    outputs: list[ExpectedArray]  # the floating-point outputs
+    others: list[ExpectedIntegers]  # the other outputs
+    gradients: list[ExpectedArray]  # the gradients
 
     def combined(
         self, other: ExpectedResults, combine: Callable[[ExpectedArray, ExpectedArray], ExpectedArray]
@@ -63,26 +52,16 @@ class ExpectedResults:
 
 @dataclass
 class KernelComparison:
-    """A comparison of a kernel with a reference.
+    """A comparison of a kernel with a reference."""
 
-    Attributes:
-      kernel, reference: the functions.
-      arguments: the arguments of both.
-      dtype: the dtype of floating-point arrays.
-      max_draws: the largest number of samples.
-      factor: see `kernelcheck`.
-      generator: the source of random numbers.
-      exact: the reference in float64, shared by all dtypes.
-    """
-
-    kernel: Callable[..., Any]
+    kernel: Callable[..., Any]  # kernel, reference: the functions
     reference: Callable[..., Any]
-    arguments: Arguments
-    dtype: Any
-    max_draws: int
-    factor: float
-    generator: np.random.Generator
-    exact: Float64Reference
+    arguments: Arguments  # the arguments of both
+    dtype: Any  # the dtype of floating-point arrays
+    max_draws: int  # the largest number of samples
+    factor: float  # see `kernelcheck`
+    generator: np.random.Generator  # the source of random numbers
+    exact: Float64Reference  # the reference in float64, shared by all dtypes
 
     @cached_property
     def implementation(self) -> Implementation:

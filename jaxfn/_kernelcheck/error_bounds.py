@@ -54,25 +54,15 @@ _WORST_SHOWN = 5
 
 @dataclass(frozen=True)
 class ExpectedArray:
-    """The expected values of one output or gradient, for several samples.
+    """The expected values of one output or gradient, for several samples."""
 
-    Attributes:
-      exact: the values in float64, of shape (draws, *shape).
-      is_comparable: which entries can be compared.
-      groups: the group of magnitudes of each entry, of this shape without `draws`.
-      error: the errors of the reference in the dtype, of each entry.
-      input_rounding: the change of `exact` by rounding of the inputs, of each entry.
-      precision: the relative spacing of the dtype.
-      tiny: the smallest normal number of the dtype.
-    """
-
-    exact: Array
-    is_comparable: Array
-    groups: Array
-    error: ErrorStats
-    input_rounding: ErrorStats
-    precision: float
-    tiny: float
+    exact: Array  # the values in float64, of shape (draws, *shape)
+    is_comparable: Array  # which entries can be compared
+    groups: Array  # the group of magnitudes of each entry, of this shape without `draws`
+    error: ErrorStats  # the errors of the reference in the dtype, of each entry
+    input_rounding: ErrorStats  # the change of `exact` by rounding of the inputs, of each entry
+    precision: float  # the relative spacing of the dtype
+    tiny: float  # the smallest normal number of the dtype
 
     def at(self, draws: Sequence[int]) -> ExpectedArray:
         """Selects some samples; the errors stay those of all samples."""
@@ -188,15 +178,10 @@ class ExpectedArray:
 
 @dataclass(frozen=True)
 class ExpectedIntegers:
-    """The expected values of one integer or boolean output, for several samples.
+    """The expected values of one integer or boolean output, for several samples."""
 
-    Attributes:
-      exact: the values of the reference in float64, of shape (draws, *shape).
-      reference: the values of the reference in the dtype, which are right too.
-    """
-
-    exact: Array
-    reference: Array
+    exact: Array  # the values of the reference in float64, of shape (draws, *shape)
+    reference: Array  # the values of the reference in the dtype, which are right too
 
     def at(self, draws: Sequence[int]) -> ExpectedIntegers:
         """Selects some samples."""

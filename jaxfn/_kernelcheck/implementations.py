@@ -21,17 +21,11 @@ from jaxfn._tree import is_inexact, replace_at
 
 @dataclass(frozen=True)
 class Results:
-    """The results of an implementation, on the host.
+    """The results of an implementation, on the host."""
 
-    Attributes:
-      outputs: the floating-point outputs.
-      others: integer and boolean outputs.
-      gradients: a gradient for each differentiated input.
-    """
-
-    outputs: Arrays
-    others: Arrays
-    gradients: Arrays
+    outputs: Arrays  # the floating-point outputs
+    others: Arrays  # integer and boolean outputs
+    gradients: Arrays  # a gradient for each differentiated input
 
     def at(self, draws: Sequence[int]) -> Results:
         """Selects some samples."""
@@ -47,15 +41,10 @@ class Results:
 
 @dataclass(frozen=True)
 class OutputTypes:
-    """The types of the arrays that a function returns.
+    """The types of the arrays that a function returns."""
 
-    Attributes:
-      names: the names of the floating-point arrays, then of the others.
-      floats, others: the shapes and dtypes of both.
-    """
-
-    names: tuple[str, ...]
-    floats: tuple[Any, ...]
+    names: tuple[str, ...]  # the names of the floating-point arrays, then of the others
+    floats: tuple[Any, ...]  # floats, others: the shapes and dtypes of both
     others: tuple[Any, ...]
 
     def listed(self) -> str:

@@ -49,32 +49,20 @@ class ADMode:
     give the rows of the Jacobian in reverse mode, and its columns in forward mode. The gradients in a row are in
     torch's convention: for a complex input, the derivative with respect to the real part plus `1j` times that with
     respect to the imaginary part.
-
-    Attributes:
-      is_forward: whether it is forward mode.
-      name: the name of the mode in reports.
-      method: the name of the method that users write for it.
-      seed_name, result_name: the names of seed vectors and of results in reports.
-      derivative_of: makes the derivative of a function in this mode.
-      seed_leaves: the outputs in reverse mode, the inputs in forward mode.
-      result_leaves: the inputs in reverse mode, the outputs in forward mode.
-      rule: the derivative by the function's own rule, or the reason why there is none.
-      retraced: `rule`, traced a second time; `None` if that trace has equal operations.
-      find_reference: returns `reference`.
     """
 
-    is_forward: ClassVar[bool]
-    name: ClassVar[str]
-    method: ClassVar[str]
-    seed_name: ClassVar[str]
+    is_forward: ClassVar[bool]  # whether it is forward mode
+    name: ClassVar[str]  # the name of the mode in reports
+    method: ClassVar[str]  # the name of the method that users write for it
+    seed_name: ClassVar[str]  # seed_name, result_name: the names of seed vectors and of results in reports
     result_name: ClassVar[str]
-    derivative_of: ClassVar[Callable[[LeafFunction], Derivative]]
+    derivative_of: ClassVar[Callable[[LeafFunction], Derivative]]  # makes the derivative of a function in this mode
 
-    seed_leaves: tuple[Leaf, ...]
-    result_leaves: tuple[Leaf, ...]
-    rule: Derivative | UnavailableError
-    retraced: Derivative | None
-    find_reference: _FindDerivative
+    seed_leaves: tuple[Leaf, ...]  # the outputs in reverse mode, the inputs in forward mode
+    result_leaves: tuple[Leaf, ...]  # the inputs in reverse mode, the outputs in forward mode
+    rule: Derivative | UnavailableError  # the derivative by the function's own rule, or the reason why there is none
+    retraced: Derivative | None  # `rule`, traced a second time; `None` if that trace has equal operations
+    find_reference: _FindDerivative  # returns `reference`
 
     @cached_property
     def reference(self) -> Derivative | UnavailableError:
@@ -115,42 +103,27 @@ class ForwardMode(ADMode):
 
 @dataclass(frozen=True)
 class Derivatives:
-    """A problem's function and its derivatives, staged to jaxprs if that is possible.
+    """A problem's function and its derivatives, staged to jaxprs if that is possible."""
 
-    Attributes:
-      is_traced: whether they are staged; otherwise they are Python code that runs at every evaluation.
-      inputs: the leaves with respect to which the function is differentiated.
-      outputs: the outputs that have a derivative.
-      stopped: the floating-point and complex outputs that have none.
-      output_indices: the indices of `outputs` among both.
-      primal: maps inputs to `outputs`, or to `stopped` if there are no others.
-      target: as `primal`, the function whose values finite differences use.
-      call: the function itself, not staged; maps inputs to outputs.
-      reverse: reverse mode.
-      forward: forward mode.
-      functions: the Functions whose rules the references bypass.
-      has_unknown_code: whether values or derivatives may depend on which inputs and outputs have a tangent or a
-        cotangent, or on whether they are batched.
-      casts: gradients that were returned in another dtype than their input's, as (location, dtype, input's dtype).
-      without_gradient: differentiated inputs for which `backward` returned `None`, as (method, input).
-      precision: the relative spacing of the coarsest floating-point type that the function computes in.
-    """
-
-    is_traced: bool
-    inputs: tuple[Leaf, ...]
-    outputs: tuple[Leaf, ...]
-    stopped: tuple[Leaf, ...]
-    output_indices: Sequence[int]
-    primal: LeafFunction
-    target: LeafFunction
-    call: LeafFunction
-    reverse: ADMode
-    forward: ADMode
-    functions: list[Any]
+    is_traced: bool  # whether they are staged; otherwise they are Python code that runs at every evaluation
+    inputs: tuple[Leaf, ...]  # the leaves with respect to which the function is differentiated
+    outputs: tuple[Leaf, ...]  # the outputs that have a derivative
+    stopped: tuple[Leaf, ...]  # the floating-point and complex outputs that have none
+    output_indices: Sequence[int]  # the indices of `outputs` among both
+    primal: LeafFunction  # maps inputs to `outputs`, or to `stopped` if there are no others
+    target: LeafFunction  # as `primal`, the function whose values finite differences use
+    call: LeafFunction  # the function itself, not staged; maps inputs to outputs
+    reverse: ADMode  # reverse mode
+    forward: ADMode  # forward mode
+    functions: list[Any]  # the Functions whose rules the references bypass
+    # whether values or derivatives may depend on which inputs and outputs have a tangent or a cotangent, or on whether
+    # they are batched
     has_unknown_code: bool
+    # gradients that were returned in another dtype than their input's, as (location, dtype, input's dtype)
     casts: list[tuple[str, str, str]]
+    # differentiated inputs for which `backward` returned `None`, as (method, input)
     without_gradient: list[tuple[str, str]]
-    precision: float
+    precision: float  # the relative spacing of the coarsest floating-point type that the function computes in
 
     @property
     def mesh_axes(self) -> dict[str, int]:

@@ -23,16 +23,11 @@ class Leaf:
     """An array leaf of the inputs or the outputs.
 
     A complex array of `size` elements has `2 * size` real components: first all real parts, then all imaginary ones.
-
-    Attributes:
-      name: the name in reports.
-      shape: the shape.
-      dtype: `float64` or `complex128`.
     """
 
-    name: str
-    shape: tuple[int, ...]
-    dtype: np.dtype[Any]
+    name: str  # the name in reports
+    shape: tuple[int, ...]  # the shape
+    dtype: np.dtype[Any]  # `float64` or `complex128`
 
     @cached_property
     def is_complex(self) -> bool:
@@ -55,28 +50,19 @@ class Leaf:
 
 @dataclass
 class Problem:
-    """A function, and the point at which it is differentiated.
+    """A function, and the point at which it is differentiated."""
 
-    Attributes:
-      name: the function's name.
-      call: the function itself.
-      target: the function whose derivative the rule should be, and whose values finite differences use.
-      reference: the function for autodiff: `target`, without the rules of `jax.custom_vjp` and `jax.custom_jvp`.
-      inputs: the leaves with respect to which it is differentiated.
-      values: the values of `inputs`, in double precision.
-      describe_outputs: returns the names of the outputs of the last call, and their dtypes before the cast to double.
-      may_stop: whether an output may have no derivative, as one that is marked non-differentiable.
-      has_reference: whether `reference` is another function than `call`, even if no rule of a Function is bypassed.
-    """
-
-    name: str
-    call: LeafFunction
-    target: LeafFunction
+    name: str  # the function's name
+    call: LeafFunction  # the function itself
+    target: LeafFunction  # the function whose derivative the rule should be, and whose values finite differences use
+    # the function for autodiff: `target`, without the rules of `jax.custom_vjp` and `jax.custom_jvp`
     reference: LeafFunction
-    inputs: tuple[Leaf, ...]
-    values: list[jax.Array]
+    inputs: tuple[Leaf, ...]  # the leaves with respect to which it is differentiated
+    values: list[jax.Array]  # the values of `inputs`, in double precision
+    # returns the names of the outputs of the last call, and their dtypes before the cast to double
     describe_outputs: Callable[[], list[tuple[str, Any]]]
-    may_stop: bool = True
+    may_stop: bool = True  # whether an output may have no derivative, as one that is marked non-differentiable
+    # whether `reference` is another function than `call`, even if no rule of a Function is bypassed
     has_reference: bool = False
 
 
