@@ -110,12 +110,7 @@ class Part:
 
 
 def parts(inputs: Sequence[str], outputs: Sequence[str], *, is_forward: bool) -> list[Part]:
-    """Returns the parts in which one of several seed vectors is undefined, or one of several inputs is differentiated.
-
-    Args:
-      inputs, outputs: their names.
-      is_forward: whether tangents are undefined; otherwise cotangents are.
-    """
+    """Returns the parts with one of several seed vectors undefined, and those of one of several inputs."""
     every_input, every_output = range(len(inputs)), range(len(outputs))
     seed_name, seeds = ("tangent", inputs) if is_forward else ("cotangent", outputs)
     found: list[Part] = []
@@ -154,11 +149,7 @@ class Batching:
 
 
 def batchings(owners: Sequence[int]) -> list[Batching]:
-    """Returns the first axis, the last, and the first with one argument unbatched.
-
-    Args:
-      owners: the argument of each input.
-    """
+    """Returns the first axis, the last, and the first with one argument unbatched."""
     arguments = dict.fromkeys(owners)
     unbatched = [tuple(None if i == owner else 0 for i in owners) for owner in arguments if len(arguments) > 1]
     return [Batching(axes) for axes in [(0,) * len(owners), (-1,) * len(owners), *unbatched]]

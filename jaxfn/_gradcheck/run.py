@@ -10,6 +10,7 @@ from time import perf_counter
 import jax
 import numpy as np
 
+from jaxfn._diagnostics import source_location
 from jaxfn._gradcheck.checks import Findings, PropertyChecks, problems_of_vmap
 from jaxfn._gradcheck.compare import Comparison, JacobianBlock
 from jaxfn._gradcheck.diagnosis import Diagnosis
@@ -328,15 +329,7 @@ def _step(eps: float, precision: float) -> float:
 
 def _sources(derivatives: Derivatives) -> list[str]:
     """Returns the source locations of the rules."""
-    locations: list[str] = []
-    for function in derivatives.functions:
-        for name in ("backward", "vjp", "jvp"):
-            method = inspect.unwrap(getattr(function, name, None) or _sources)
-            if getattr(method, "_jaxfn_undefined", False) or method is _sources:
-                continue
-            try:
-                file, line = inspect.getsourcefile(method), inspect.getsourcelines(method)[1]
-            except (OSError, TypeError):
-                continue
-            locations.append(f"{file}:{line} ({function.__name__}.{name})")
-    return locations
+    named = [(f, name, getattr(f, name, None)) for f in derivatives.functions for name in ("backward", "vjp", "jvp")]
+    rules = [rule for rule in named if rule[2] and not getattr(inspect.unwrap(rule[2]), "_jaxfn_undefined", False)]
+    found = [(source_location(method), f"({function.__name__}.{name})") for function, name, method in rules]
+    return [f"{location} {name}" for location, name in found if location]

@@ -95,12 +95,7 @@ class Tolerance:
         return self.plain(reference) + error if self.is_default else self.plain(reference)
 
     def precise(self, reference: Any, scale: Any) -> Any:
-        """Returns the tolerance for a reference that is exact up to rounding.
-
-        Args:
-          reference: the values of the reference.
-          scale: the largest value, in a block whose entries are sums of terms of about that size.
-        """
+        """Returns the tolerance for a reference that is exact up to the rounding of terms as large as `scale`."""
         rounding = _ROUNDING if self.is_tight else _SHORT_SUM_ROUNDING
         return self._precise(reference, scale, rounding * self.precision * scale)
 
@@ -111,12 +106,7 @@ class Tolerance:
         return self._precise(reference, scale, _SHORT_SUM_ROUNDING * self.precision * terms)
 
     def of_rounding(self, reference: Any, error: Any) -> Any:
-        """Returns the tolerance for those entries whose difference is known to be rounding.
-
-        Args:
-          reference: the values of the reference.
-          error: the part of the difference that is known to be an error of the reference.
-        """
+        """Returns the tolerance for those entries whose difference is known to be rounding."""
         if not self.is_tight:
             return self.of_entries(reference)
         return np.maximum(self.plain(reference), self.precise(reference, largest(reference))) + SAFETY * error
@@ -134,12 +124,7 @@ class Tolerance:
         return _TIGHTER * self.rtol if self.is_tight else self.rtol
 
     def agrees(self, value: Any, expected: Any, terms: Any = None) -> bool:
-        """Whether two ways to compute an array agree, apart from rounding; NaN agrees with NaN.
-
-        Args:
-          value, expected: the arrays.
-          terms: the size of the terms that each entry is a sum of. Default: the expected values.
-        """
+        """Whether two ways to compute an array, as sums of such terms, agree apart from rounding; NaN equals NaN."""
         terms = abs(expected if terms is None else terms)
         scale = group_scale(terms)
         # In double precision the rounding of the largest entry does not hide a mistake in another one.

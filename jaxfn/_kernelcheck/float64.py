@@ -39,10 +39,7 @@ def promote_to_float64(
 ) -> tuple[Callable[..., Any], str]:
     """Returns a function in float64, and a note on how; x64 must be enabled.
 
-    Args:
-      function: a function of pytrees of arrays.
-      args: example arguments, floating-point ones in float64.
-      same_random_numbers: whether x64 was enabled by the caller, so that random numbers are right as they are.
+    With `same_random_numbers` the caller has enabled it, so that random numbers are right as they are.
     """
     try:
         traced = stage(function, *args)

@@ -49,13 +49,14 @@ def kernelcheck(
     - "determinism": two runs are bitwise equal, compiled and eagerly.
     - "scales": scaled inputs. For larger inputs, results must only be finite where those of the reference are.
     - "constants": inputs that are zero, or one number everywhere.
-    - "vacuous": no gradient of the reference is zero, or so small that a kernel that returns zeros would pass.
+    - "vacuous": no gradient of the reference is zero, or so small that a kernel that returns zeros would pass. An input
+      that the reference has no derivative for, such as a mask, is noted.
     - "undifferentiated": outputs without differentiation, which a `jax.custom_vjp` computes by other code.
     - "jit": eager results.
     - "padding": inputs surrounded by NaNs in memory, to detect reads out of bounds. (In its interpret mode, Pallas
       itself pads blocks with NaNs, so there the check "sizes" detects them.)
     - "vmap": batched along the first axis and along the last, with each argument unbatched once.
-    - "undefined": one output is used, and the cotangents of the others are undefined.
+    - "undefined": the cotangent of one output is undefined.
     - "subsets": one input alone is differentiated.
     - "sizes": sizes that are not a multiple of a block. A kernel may raise there.
     - "donation": arguments keep their values, unless they are donated.

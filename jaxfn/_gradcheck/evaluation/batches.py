@@ -70,14 +70,7 @@ def _listed(*results: Arrays) -> list[Arrays]:
 
 
 class BatchedEvaluator:
-    """Evaluation of derivatives along many vectors.
-
-    Args:
-      mode: the way to run a function for a batch.
-      xs: the point at which to differentiate.
-      max_memory: the number of bytes that one batch may use.
-      progress: the counter of the evaluated vectors.
-    """
+    """Evaluation of derivatives along many vectors."""
 
     def __init__(self, mode: ExecutionMode, xs: Sequence[Any], max_memory: int, progress: Progress) -> None:
         self.mode = mode

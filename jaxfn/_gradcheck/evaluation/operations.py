@@ -44,10 +44,6 @@ def by_operations(functions: Any, batch_size: int) -> Any:
 
     Each of their arguments, and so each of their results, may have a batch at axis 0.
 
-    Args:
-      functions: a pytree of `JaxprFunction`s.
-      batch_size: the largest size of a batch.
-
     Raises:
       UnsuitableError: they contain other primitives than JAX's operations, or are large, or have many operations.
     """
@@ -113,13 +109,7 @@ def _evaluate(
     consts: Sequence[Any],
     args: Sequence[Any],
 ) -> list[Any]:
-    """Returns the outputs of a jaxpr, whose calls are inlined.
-
-    Args:
-      evaluate: returns the results of an operation, from its eqn and operands.
-      constant: converts a constant of an abstract value to an operand.
-      jaxpr, consts, args: the jaxpr, its consts and its arguments.
-    """
+    """Returns the outputs of a jaxpr, whose calls are inlined."""
 
     def eval_eqn(_: int, eqn: Any, operands: list[Any]) -> Sequence[Any]:
         if is_any_of(eqn, identity_primitives):

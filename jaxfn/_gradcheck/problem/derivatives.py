@@ -227,15 +227,6 @@ def _references(
     """Returns functions that find the references of reverse and of forward mode.
 
     Forward mode is traced here, reverse mode at the first call, as it is rarely needed.
-
-    Args:
-      problem: the problem.
-      tracer: stages the derivatives.
-      without_rules: the function without its rule.
-      outputs: its differentiable outputs.
-      reverse: whether reverse mode is checked.
-      monitor: has monitored the calls of the function.
-      bypassing: monitors those of `without_rules`.
     """
     columns = tracer.derivative(forward_derivative(without_rules), problem.inputs)
     rows = cache(lambda: tracer.derivative(jacobian_rows(without_rules), outputs) if reverse else _UNCHECKED)

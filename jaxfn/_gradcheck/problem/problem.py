@@ -74,12 +74,6 @@ def make_problem(
 ) -> Problem:
     """Makes a problem of a function and its inputs.
 
-    Args:
-      func: any callable.
-      inputs: a tuple of positional arguments, or the only argument.
-      argnums: the arguments to differentiate with respect to. Default: every inexact array leaf of all arguments.
-      surrogate: the function whose derivative the rule should be. Default: `func`.
-
     Raises:
       ValueError: nothing is differentiable, or `argnums` names an argument that is missing or not differentiable.
     """

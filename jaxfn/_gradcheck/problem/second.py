@@ -19,10 +19,6 @@ from jaxfn._gradcheck.problem.problem import Leaf, Problem
 def second_order(problem: Problem, grad_outputs: Any) -> Problem:
     """Returns the problem whose function is the first-order gradient.
 
-    Args:
-      problem: the problem of the function itself.
-      grad_outputs: an array for each differentiable output, or `None` for random ones.
-
     Raises:
       UnavailableError: the function has no gradient.
     """
