@@ -63,6 +63,13 @@ class JaxprFunction:
         """Whether both have equal operations and constants."""
         return _is_equal(self.constants, other.constants) and _is_equal(self.jaxpr, other.jaxpr)
 
+    @property
+    def depends_on_inputs(self) -> bool:
+        """Whether an output depends on an input."""
+        return bool(self.dependent_eqns()) or not set(self.jaxpr.invars).isdisjoint(
+            filter(is_variable, self.jaxpr.outvars)
+        )
+
     def mesh_axes(self) -> dict[str, int]:
         """Returns the sizes of the mesh axes that are manual in a `shard_map`, by name."""
         mapped = [eqn for eqn in self.eqns if eqn.primitive.name == "shard_map"]  # the name in 0.10.0 to 0.12.0

@@ -15,7 +15,7 @@ from jaxfn import KernelcheckError, KernelReport, kernelcheck
 from jaxfn._kernelcheck.error_bounds import expect
 from jaxfn._kernelcheck.float64 import promote_to_float64
 from tests.support.checking import rule
-from tests.support.kernel_faults import KERNELS, shape
+from tests.support.kernel_faults import KERNELS, all_but, shape
 from tests.support.marks import cells, row, slow
 
 QUICK = ["vmap", "sizes", "donation", "jit", "padding", "determinism", "undifferentiated"]
@@ -173,6 +173,15 @@ def test_zeros_pass_for_a_reference_whose_gradient_is_zero_and_that_is_said():
     report = kernelcheck(kernel, reference, shape(4, 6), skip=[*QUICK, "scales", "constants"], raise_exception=False)
     assert report.failed_checks == ["vacuous"]
     assert kernelcheck(kernel, reference, shape(4, 6), skip=[*QUICK, "scales", "constants"], allow_zero_gradients=True)
+
+
+@row("K1")
+def test_an_input_without_a_derivative_in_the_reference_is_noted():
+    def masked(x, mask):
+        return jnp.where(mask > 0, jnp.sin(x), 0)
+
+    report = kernelcheck(masked, masked, (1 + np.eye(5, 3), np.eye(5, 3)), dtypes=["float32"], skip=all_but("vacuous"))
+    assert "gradient of input 1 ('mask'): is zero: the reference has no such derivative" in str(report)
 
 
 def attention_to_one_key(is_right):
