@@ -15,14 +15,13 @@ from jax.tree_util import (
     register_dataclass,
     tree_flatten,
     tree_leaves,
-    tree_map,
     tree_structure,
     tree_unflatten,
 )
 
 from jaxfn._compat import add_jaxvals_p, custom_jvp_call_p, custom_vjp_call_p, dce_jaxpr, make_jaxpr, manual_axes
 from jaxfn._jaxpr import all_eqns, flat_params, is_variable, jaxprs_in_params, open_jaxpr
-from jaxfn._tree import double, is_inexact
+from jaxfn._tree import is_inexact
 
 # JAX's operations, which run no Python code.
 LAX_PRIMITIVES = frozenset(
@@ -105,34 +104,6 @@ def stage(function: Callable[..., Any], *args: Any) -> JaxprFunction:
 
     closed = make_jaxpr(flat, *leaves)
     return JaxprFunction(closed.consts, closed.jaxpr, trees[0])
-
-
-def stage_without_x64(function: Callable[..., Any], *args: Any) -> JaxprFunction:
-    """Stages a function without x64, and wraps it so that it takes and returns double precision.
-
-    Kernels are written for JAX's default. With x64 their integers would be 64 bits wide, on which many fail.
-    """
-    with jax.enable_x64(False):
-        traced = stage(function, *tree_map(single, args))
-
-    def in_double_precision(*args: Any) -> Any:
-        return tree_map(_double, traced(*tree_map(_cast, args, tree_map(single, args))))
-
-    return stage(in_double_precision, *args)
-
-
-def _cast(array: Any, like: jax.ShapeDtypeStruct) -> jax.Array:
-    return jnp.asarray(array, like.dtype)
-
-
-def _double(array: Any) -> jax.Array:
-    return array.astype(double(array.dtype))
-
-
-def single(array: Any) -> jax.ShapeDtypeStruct:
-    """Returns the type of a double-precision array in single precision."""
-    dtypes: dict[Any, Any] = {np.float64: np.float32, np.complex128: np.complex64}
-    return jax.ShapeDtypeStruct(array.shape, dtypes.get(array.dtype.type, array.dtype))
 
 
 def is_same_output(alone: object, whole: object, index: int) -> bool:

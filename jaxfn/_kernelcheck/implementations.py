@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,16 +27,9 @@ class Results:
     others: Arrays  # integer and boolean outputs
     gradients: Arrays  # a gradient for each differentiated input
 
-    def at(self, draws: Sequence[int]) -> Results:
-        """Selects some samples."""
-        return self._map(lambda array: array[list(draws)])
-
     def as_one_sample(self) -> Results:
         """Returns the results with a leading axis of size 1 for samples."""
-        return self._map(lambda array: array[None])
-
-    def _map(self, function: Callable[[Any], Any]) -> Results:
-        return Results(*(list(map(function, arrays)) for arrays in (self.outputs, self.others, self.gradients)))
+        return Results(*([x[None] for x in arrays] for arrays in (self.outputs, self.others, self.gradients)))
 
 
 @dataclass(frozen=True)
