@@ -62,7 +62,10 @@ def flatten_arguments(
     def name(path: Any) -> str:
         return argument_names[path[0].idx] + keystr(path[1:])
 
-    args = tree_map_with_path(lambda path, x: convert(name(path), x, path[0].idx in chosen), args, is_leaf=is_none)
+    def converted(path: Any, leaf: Any) -> Any:
+        return convert(name(path), leaf, path[0].idx in chosen)
+
+    args = tree_map_with_path(converted, args, is_leaf=is_none)
     arrays, spec = flatten(args)
     paths = [path for path, leaf in leaves_with_path(args, is_none) if is_array_leaf(leaf)]
     is_value = [is_inexact(array.dtype) for array in arrays]

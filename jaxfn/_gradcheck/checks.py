@@ -22,7 +22,7 @@ from jaxfn._gradcheck.evaluation.batches import BATCH_BYTES, as_rows, difference
 from jaxfn._gradcheck.evaluation.execution import ExecutionMode
 from jaxfn._gradcheck.evaluation.operations import by_operations
 from jaxfn._gradcheck.evaluation.vectors import Arrays, Basis, bases, random_vectors
-from jaxfn._gradcheck.problem.derivatives import ADMode, Derivatives
+from jaxfn._gradcheck.problem.derivatives import ADMode, Derivatives, available
 from jaxfn._gradcheck.problem.problem import Problem
 from jaxfn._gradcheck.tolerance import Tolerance, are_resolved, excess, largest
 
@@ -131,8 +131,8 @@ class PropertyChecks:
             primal=d.primal,
             alone=[d.primal] if d.has_unknown_code else [],  # otherwise its batched values are right
             target=[] if d.target is d.primal else [d.target],
-            autodiff=[d.forward.reference] if samples else [],
-            rule=self.mode.rule,
+            autodiff=[available(d.forward.reference)] if samples else [],
+            rule=available(self.mode.rule),
             retraced=[] if self.mode.retraced is None else [self.mode.retraced],
             parts=[derivative for _, derivative in self._parts[0]],
         )

@@ -104,7 +104,7 @@ def check(
     with jax.enable_x64(True):
         problem = make_problem(func, inputs, argnums, surrogate)
         # So that the checks below do not warn of lower precision again.
-        inputs = jax.tree.map(lambda leaf: as_double(leaf) if is_array_leaf(leaf) else leaf, inputs)
+        inputs = jax.tree.map(_as_double, inputs)
         derivatives = derive(problem, reverse=False, forward=True)
         has_forward_mode = not isinstance(derivatives.forward.rule, ReverseOnlyError)
         if derivatives.is_traced:
@@ -137,6 +137,10 @@ def check(
     if raise_exception:
         report.raise_if_failed()
     return report
+
+
+def _as_double(leaf: Any) -> Any:
+    return as_double(leaf) if is_array_leaf(leaf) else leaf
 
 
 def _problems_of_jit(call: Callable[..., list[Any]], values: Sequence[Any], precision: float) -> list[str]:

@@ -329,7 +329,11 @@ def _step(eps: float, precision: float) -> float:
 
 def _sources(derivatives: Derivatives) -> list[str]:
     """Returns the source locations of the rules."""
-    named = [(f, name, getattr(f, name, None)) for f in derivatives.functions for name in ("backward", "vjp", "jvp")]
-    rules = [rule for rule in named if rule[2] and not getattr(inspect.unwrap(rule[2]), "_jaxfn_undefined", False)]
-    found = [(source_location(method), f"({function.__name__}.{name})") for function, name, method in rules]
-    return [f"{location} {name}" for location, name in found if location]
+    locations: list[str] = []
+    for function in derivatives.functions:
+        for name in ("backward", "vjp", "jvp"):
+            method: Any = getattr(function, name, None)
+            is_defined = method is not None and not getattr(inspect.unwrap(method), "_jaxfn_undefined", False)
+            location = source_location(method) if is_defined else None
+            locations += [f"{location} ({function.__name__}.{name})"] if location else []
+    return locations

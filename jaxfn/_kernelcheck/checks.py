@@ -119,9 +119,13 @@ def undefined(comparison: KernelComparison, options: CheckOptions) -> Iterator[K
 def subsets(comparison: KernelComparison, options: CheckOptions) -> Iterator[KernelRow]:
     """Compares gradients of one input at a time, unless they are computed by the same eqns as all together."""
     args = comparison.arrays(comparison.main, 0)
-    whole = _staged(lambda *args: comparison.implementation.run(*args)[2], *args)
+
+    def gradients(part: Part | None, *args: Any) -> Arrays:
+        return comparison.implementation.run(*args, part=part)[2]
+
+    whole = _staged(partial(gradients, None), *args)
     for part in filter(lambda part: not part.is_undefined, comparison.parts):
-        alone = _staged(lambda *args, part=part: comparison.implementation.run(*args, part)[2], *args)
+        alone = _staged(partial(gradients, part), *args)
         if is_same_output(alone, whole, part.inputs[0]):
             yield comparison.message("subsets", f"gradient {part.condition}", "")
         else:

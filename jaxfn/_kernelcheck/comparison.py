@@ -140,7 +140,7 @@ class KernelComparison:
         cotangents = [
             jnp.asarray(ct[at].astype(y.dtype)) for ct, y in zip(samples.cotangents, self.outputs.floats, strict=True)
         ]
-        return self.arguments.others, xs, cotangents
+        return list(self.arguments.others), xs, cotangents
 
     def first_results(self, run: Callable[..., Any]) -> Results:
         """Returns the results of a function like `Implementation.run` for the first sample."""

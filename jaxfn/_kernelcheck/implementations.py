@@ -99,7 +99,11 @@ class Implementation:
 
     def mapped(self, fixed: Arrays, xs: Arrays, cotangents: Arrays, part: Part | None = None) -> Any:
         """Calls `run` for one sample after the other."""
-        return jax.lax.map(lambda sample: self.run(fixed, *sample, part), (xs, cotangents))
+
+        def run_one(sample: tuple[Arrays, Arrays]) -> Any:
+            return self.run(fixed, *sample, part)
+
+        return jax.lax.map(run_one, (xs, cotangents))
 
 
 @dataclass(frozen=True)
