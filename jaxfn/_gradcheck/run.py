@@ -332,8 +332,9 @@ def _sources(derivatives: Derivatives) -> list[str]:
     locations: list[str] = []
     for function in derivatives.functions:
         for name in ("backward", "vjp", "jvp"):
-            method: Any = getattr(function, name, None)
-            is_defined = method is not None and not getattr(inspect.unwrap(method), "_jaxfn_undefined", False)
-            location = source_location(method) if is_defined else None
+            method = getattr(function, name, None)
+            if method is None or getattr(inspect.unwrap(method), "_jaxfn_undefined", False):
+                continue
+            location = source_location(method)
             locations += [f"{location} ({function.__name__}.{name})"] if location else []
     return locations
