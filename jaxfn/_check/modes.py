@@ -75,7 +75,7 @@ def restrict_inputs(call: LeafFunction, xs: Sequence[Any], indices: Sequence[int
 
 
 @dataclass(frozen=True)
-class Part:
+class PartialDerivative:
     """A derivative with respect to some inputs only, or of some outputs."""
 
     is_undefined: bool  # whether one cotangent or tangent is undefined; otherwise one input alone is differentiated
@@ -109,17 +109,19 @@ class Part:
         return results
 
 
-def parts(inputs: Sequence[str], outputs: Sequence[str], *, is_forward: bool) -> list[Part]:
+def parts(inputs: Sequence[str], outputs: Sequence[str], *, is_forward: bool) -> list[PartialDerivative]:
     """Returns the parts with one of several seed vectors undefined, and those of one of several inputs."""
     every_input, every_output = range(len(inputs)), range(len(outputs))
     seed_name, seeds = ("tangent", inputs) if is_forward else ("cotangent", outputs)
-    found: list[Part] = []
+    found: list[PartialDerivative] = []
     for i, name in enumerate(seeds) if len(seeds) > 1 else ():
         others = [j for j in range(len(seeds)) if j != i]
         defined = (others, every_output) if is_forward else (every_input, others)
-        found.append(Part(True, f"if the {seed_name} of {name} is undefined", *defined))
+        found.append(PartialDerivative(True, f"if the {seed_name} of {name} is undefined", *defined))
     if len(inputs) > 1 and not is_forward:
-        found += [Part(False, f"if {x} alone is differentiated", [i], every_output) for i, x in enumerate(inputs)]
+        found += [
+            PartialDerivative(False, f"if {x} alone is differentiated", [i], every_output) for i, x in enumerate(inputs)
+        ]
     return found
 
 

@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxfn._check.modes import Derivative, LeafFunction, Part, batchings, parts
+from jaxfn._check.modes import Derivative, LeafFunction, PartialDerivative, batchings, parts
 from jaxfn._check.staging import bytes_per_call, is_same_output, stage
 from jaxfn._gradcheck.compare import rows_of_columns
 from jaxfn._gradcheck.evaluation.batches import BATCH_BYTES, as_rows, differences, points
@@ -64,7 +64,7 @@ class _Functions(NamedTuple):
     parts: list[Derivative]
 
 
-class _Results(NamedTuple):
+class _RunResults(NamedTuple):
     """The results of `_Functions`: for one vector, for the batch of all vectors, and at several points."""
 
     outputs: Arrays
@@ -119,7 +119,7 @@ class PropertyChecks:
         found.matches_autodiff = self._matches_autodiff(results, tolerance)
         return found
 
-    def _run_twice(self, execution: ExecutionMode, vectors: Sequence[Arrays]) -> list[_Results]:
+    def _run_twice(self, execution: ExecutionMode, vectors: Sequence[Arrays]) -> list[_RunResults]:
         """Evaluates everything that the checks need, twice, with one executable."""
         d = self.derivatives
         samples = self._samples
@@ -142,11 +142,11 @@ class PropertyChecks:
 
         def run(
             functions: _Functions, xs: Arrays, vectors: Arrays, batch: Arrays, points: Arrays, samples: Arrays
-        ) -> _Results:
+        ) -> _RunResults:
             outputs_of_rule, results = functions.rule(xs, vectors)
             values = at_points.map(functions.primal, *points)
             (outputs,) = [f(*xs) for f in functions.alone] or [[y[0] for y in values]]
-            return _Results(
+            return _RunResults(
                 outputs=outputs,
                 outputs_of_rule=outputs_of_rule,
                 results=results,
@@ -167,7 +167,7 @@ class PropertyChecks:
         executable = execution.prepare(run, *args)
         return [executable.start(*args)() for _ in range(2)]
 
-    def _is_deterministic(self, r: _Results, rerun: _Results) -> list[str]:
+    def _is_deterministic(self, r: _RunResults, rerun: _RunResults) -> list[str]:
         problems: list[str] = []
         d = self.mode
         if not self._equal(r.outputs, rerun.outputs):
@@ -180,18 +180,18 @@ class PropertyChecks:
             )
         return problems
 
-    def _is_batched_right(self, r: _Results) -> bool:
+    def _is_batched_right(self, r: _RunResults) -> bool:
         batches, singles = (*r.batch, *r.at_points), (*r.results, *r.outputs_of_rule)
         return all(self.tolerance.agrees(batched[0], single) for batched, single in zip(batches, singles, strict=True))
 
-    def _has_one_value(self, r: _Results) -> list[str]:
+    def _has_one_value(self, r: _RunResults) -> list[str]:
         return [
             f"{leaf.name} has different values when it is differentiated and when it is not."
             for leaf, a, b in zip(self.derivatives.outputs, r.outputs_of_rule, r.outputs, strict=True)
             if not self.tolerance.agrees(a, b)
         ]
 
-    def _is_linear(self, r: _Results) -> list[str]:
+    def _is_linear(self, r: _RunResults) -> list[str]:
         problems: list[str] = []
         d = self.mode
         a, b = _COMBINATION
@@ -208,7 +208,7 @@ class PropertyChecks:
                 )
         return problems
 
-    def _has_equal_parts(self, r: _Results) -> list[str]:
+    def _has_equal_parts(self, r: _RunResults) -> list[str]:
         d = self.mode
         return [
             f"the {d.result_name} of {d.result_leaves[i].name} changes {part.condition}: {part.advice}"
@@ -242,7 +242,7 @@ class PropertyChecks:
         size = seeds.size * bytes_per_call(self.mode.rule) + columns.size * bytes_per_call(d.forward.reference)
         return (seeds, columns) if size <= min(BATCH_BYTES, self.max_memory) else ()
 
-    def _matches_autodiff(self, r: _Results, tolerance: Tolerance) -> bool:
+    def _matches_autodiff(self, r: _RunResults, tolerance: Tolerance) -> bool:
         """Whether the rule is known to agree with autodiff in every entry of the Jacobian."""
         d = self.mode
         if not self._bases:
@@ -257,7 +257,7 @@ class PropertyChecks:
                 return False
         return True
 
-    def _autodiff_agrees(self, r: _Results) -> tuple[bool, bool]:
+    def _autodiff_agrees(self, r: _RunResults) -> tuple[bool, bool]:
         """Whether autodiff agrees with finite differences along random vectors, and resolves what is small.
 
         A wrong entry of the Jacobian shows along every vector that is not orthogonal to it.
@@ -292,13 +292,13 @@ class PropertyChecks:
         return [f"batched {d.result_name}s differ from those computed one by one: {d.method} is wrong under jax.vmap."]
 
     @cached_property
-    def _parts(self) -> tuple[list[tuple[Part, Derivative]], list[str]]:
+    def _parts(self) -> tuple[list[tuple[PartialDerivative, Derivative]], list[str]]:
         """The parts of the derivative that may be computed differently, and the problems of computing them."""
         d, derivatives = self.mode, self.derivatives
         if not derivatives.has_unknown_code:  # the parts are those of the whole derivative
             return [], []
         inputs, outputs = ([leaf.name for leaf in leaves] for leaves in (derivatives.inputs, derivatives.outputs))
-        found: list[tuple[Part, Derivative]] = []
+        found: list[tuple[PartialDerivative, Derivative]] = []
         problems: list[str] = []
         for part in parts(inputs, outputs, is_forward=d.is_forward):
             if part.is_undefined and not self.undefined:

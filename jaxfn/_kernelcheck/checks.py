@@ -12,7 +12,7 @@ import jax
 import numpy as np
 
 from jaxfn._check.arguments import Arguments
-from jaxfn._check.modes import Batching, Part, batchings
+from jaxfn._check.modes import Batching, PartialDerivative, batchings
 from jaxfn._check.staging import JaxprFunction, is_same_output, stage
 from jaxfn._gradcheck.report.progress import Progress
 from jaxfn._kernelcheck.arguments import Arrays, nan_padded, resized
@@ -120,7 +120,7 @@ def subsets(comparison: KernelComparison, options: CheckOptions) -> Iterator[Ker
     """Compares gradients of one input at a time, unless they are computed by the same eqns as all together."""
     args = comparison.arrays(comparison.main, 0)
 
-    def gradients(part: Part | None, *args: Any) -> Arrays:
+    def gradients(part: PartialDerivative | None, *args: Any) -> Arrays:
         return comparison.implementation.run(*args, part=part)[2]
 
     whole = _staged(partial(gradients, None), *args)
@@ -132,7 +132,7 @@ def subsets(comparison: KernelComparison, options: CheckOptions) -> Iterator[Ker
             yield from _part("subsets", comparison, part)
 
 
-def _part(check: str, comparison: KernelComparison, part: Part) -> Iterator[KernelRow]:
+def _part(check: str, comparison: KernelComparison, part: PartialDerivative) -> Iterator[KernelRow]:
     """Compares the results with a part of the gradients, for all samples."""
     main = comparison.main
     cotangents = [ct if i in part.outputs else 0 * ct for i, ct in enumerate(main.cotangents)]

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxfn._check.arguments import Arguments
-from jaxfn._check.modes import Part, parts
+from jaxfn._check.modes import PartialDerivative, parts
 from jaxfn._check.staging import stage
 from jaxfn._compat import compile_as_written, compile_quickly
 from jaxfn._kernelcheck.arguments import Arrays, add_rounding_noise, rounded, sample_nearby
@@ -82,7 +82,7 @@ class KernelComparison:
         return Implementation(self.reference, self.arguments).outputs(self.dtype)
 
     @cached_property
-    def parts(self) -> list[Part]:
+    def parts(self) -> list[PartialDerivative]:
         """The parts of the gradients that a rule may compute differently."""
         inputs = [self.arguments.names[i] for i in self.arguments.differentiated]
         return parts(inputs, self.outputs.names[: len(self.outputs.floats)], is_forward=False)

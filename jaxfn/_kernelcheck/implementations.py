@@ -14,7 +14,7 @@ import jaxlib
 import numpy as np
 
 from jaxfn._check.arguments import Arguments, output_arrays
-from jaxfn._check.modes import Batching, Part
+from jaxfn._check.modes import Batching, PartialDerivative
 from jaxfn._kernelcheck.arguments import Arrays
 from jaxfn._tree import is_inexact, replace_at
 
@@ -72,7 +72,7 @@ class Implementation:
         return list(floats.values()), list(others.values())
 
     def run(
-        self, fixed: Arrays, xs: Arrays, cotangents: Arrays, part: Part | None = None
+        self, fixed: Arrays, xs: Arrays, cotangents: Arrays, part: PartialDerivative | None = None
     ) -> tuple[Arrays, Arrays, Arrays]:
         """Returns floating-point outputs, other outputs, and gradients.
 
@@ -97,7 +97,7 @@ class Implementation:
         gradients = vjp([cotangents[i].astype(y.dtype) for i, y in zip(used, used_outputs, strict=True)])
         return floats, others, list(gradients)
 
-    def mapped(self, fixed: Arrays, xs: Arrays, cotangents: Arrays, part: Part | None = None) -> Any:
+    def mapped(self, fixed: Arrays, xs: Arrays, cotangents: Arrays, part: PartialDerivative | None = None) -> Any:
         """Calls `run` for one sample after the other."""
 
         def run_one(sample: tuple[Arrays, Arrays]) -> Any:
