@@ -85,7 +85,7 @@ class PartialDerivative:
 
     @property
     def advice(self) -> str:
-        """What a rule has to do that is wrong under this condition."""
+        """The fix for a rule that is wrong under this condition."""
         return "treat it as zeros" if self.is_undefined else "respect ctx.needs_input_grad"
 
     def seeds(self, is_forward: bool) -> Sequence[int]:
