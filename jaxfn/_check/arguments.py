@@ -1,15 +1,93 @@
-"""The arguments of a checked function: their leaves, and the names of these in reports."""
+"""The arguments and outputs of a checked function: their array leaves, and the names of these in reports."""
 
 from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import compress
+from operator import not_
 from typing import Any
 
-from jax.tree_util import keystr, tree_flatten_with_path
+import jax
+import jax.numpy as jnp
+from jax.tree_util import keystr, tree_map_with_path
 
 from jaxfn._function import show_signature
-from jaxfn._tree import is_none
+from jaxfn._tree import TreeSpec, double, flatten, is_array_leaf, is_inexact, is_none, leaves_with_path
+
+
+@dataclass(frozen=True)
+class Arguments:
+    """The arguments of a call."""
+
+    spec: TreeSpec  # everything except their arrays
+    is_value: Sequence[bool]  # for each array, whether it can be differentiated
+    values: Sequence[Any]  # the arrays that can be differentiated
+    others: Sequence[Any]  # the other arrays: integers, booleans, keys
+    names: Sequence[str]  # the names of the values in reports
+    owners: Sequence[int]  # the positions of the arguments that contain the values
+    chosen: frozenset[int]  # the positions of the arguments to be differentiated
+
+    @cached_property
+    def differentiated(self) -> list[int]:
+        """The indices of the values that are differentiated."""
+        return [i for i, owner in enumerate(self.owners) if owner in self.chosen]
+
+    def call(self, function: Callable[..., Any], values: Sequence[Any], others: Sequence[Any] | None = None) -> Any:
+        """Calls a function with other values, and with other arrays in place of `others`."""
+        remaining = {True: iter(values), False: iter(self.others if others is None else others)}
+        return function(*self.spec.unflatten(next(remaining[is_value]) for is_value in self.is_value))
+
+
+def flatten_arguments(
+    function: Callable[..., Any],
+    inputs: Any,
+    argnums: int | Sequence[int] | None,
+    convert: Callable[[str, Any, bool], Any],
+) -> Arguments:
+    """Flattens the arguments of a function.
+
+    Args:
+      function: the function, whose signature has the names of the arguments.
+      inputs: a tuple or a list of the arguments, or the only one.
+      argnums: the positions of the arguments to be differentiated. Default: all.
+      convert: converts a leaf, from its name, the leaf, and whether its argument is to be differentiated.
+    """
+    args = tuple(inputs) if isinstance(inputs, (tuple, list)) else (inputs,)
+    chosen = _chosen_arguments(argnums, len(args))
+    argument_names = _argument_names(function, args)
+
+    def name(path: Any) -> str:
+        return argument_names[path[0].idx] + keystr(path[1:])
+
+    def converted(path: Any, leaf: Any) -> Any:
+        return convert(name(path), leaf, path[0].idx in chosen)
+
+    args = tree_map_with_path(converted, args, is_leaf=is_none)
+    arrays, spec = flatten(args)
+    paths = [path for path, leaf in leaves_with_path(args, is_none) if is_array_leaf(leaf)]
+    is_value = [is_inexact(array.dtype) for array in arrays]
+    others = list(compress(arrays, map(not_, is_value)))
+    values, paths = (list(compress(items, is_value)) for items in (arrays, paths))
+    return Arguments(spec, is_value, values, others, list(map(name, paths)), [path[0].idx for path in paths], chosen)
+
+
+def output_arrays(returned: Any) -> list[tuple[str, Any]]:
+    """Returns the arrays and floating-point or complex numbers that a function returned, with their names in reports.
+
+    These are `output 0` and so on for the items of a tuple or list, and `output 0` for anything else.
+    """
+    found: list[tuple[str, Any]] = []
+    for path, leaf in leaves_with_path(returned):
+        if is_array_leaf(leaf) or type(leaf) in (float, complex):
+            position = 0
+            if isinstance(returned, (tuple, list)):
+                key, *path = path
+                position = getattr(key, "idx", getattr(key, "name", key))  # the name in a namedtuple
+            found.append((f"output {position}{keystr(tuple(path))}", leaf))
+    return found
 
 
 def function_name(func: Callable[..., Any]) -> str:
@@ -17,24 +95,10 @@ def function_name(func: Callable[..., Any]) -> str:
     return getattr(func, "__qualname__", None) or getattr(func, "__name__", None) or type(func).__name__
 
 
-def as_arguments(inputs: Any) -> tuple[Any, ...]:
-    """Returns the arguments that `inputs` holds: a tuple or a list of them, or the only one."""
-    return tuple(inputs) if isinstance(inputs, (tuple, list)) else (inputs,)
-
-
-def named_leaves(
-    func: Callable[..., Any], inputs: Any, argnums: int | Sequence[int] | None
-) -> tuple[list[tuple[int, str, Any]], Any, frozenset[int]]:
-    """Returns the leaves of the inputs, their treedef, and the positions of the arguments that `argnums` names.
-
-    Each leaf comes with the position of its argument and a name for reports.
-    """
-    args = as_arguments(inputs)
-    chosen = _chosen_arguments(argnums, len(args))
-    names = _argument_names(func, args)
-    paths, tree = tree_flatten_with_path(args, is_leaf=is_none)
-    leaves = [(path[0].idx, names[path[0].idx] + keystr(path[1:]), leaf) for path, leaf in paths]
-    return leaves, tree, chosen
+def as_double(array: Any) -> jax.Array:
+    """Returns an inexact array in double precision (in single precision without x64), any other unchanged."""
+    array = jnp.asarray(array)
+    return array.astype(jax.dtypes.canonicalize_dtype(double(array.dtype))) if is_inexact(array.dtype) else array
 
 
 def _chosen_arguments(argnums: int | Sequence[int] | None, count: int) -> frozenset[int]:

@@ -37,12 +37,7 @@ _LARGEST_FACTOR = 2
 
 
 def magnitude_groups(magnitudes: Array, floor: float = 0.0) -> Array:
-    """Returns the group of each entry, as a number that grows with its magnitude.
-
-    Args:
-      magnitudes: absolute values.
-      floor: the magnitude below which entries are one group.
-    """
+    """Returns the group of each entry, as a number that grows with its magnitude."""
     finite = np.where(np.isfinite(magnitudes), np.maximum(magnitudes, floor), np.finfo(np.float64).max)
     with np.errstate(divide="ignore"):
         groups = np.floor(np.log2(finite) / _BINADES)

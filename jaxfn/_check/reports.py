@@ -11,6 +11,47 @@ from typing import Any, ClassVar
 
 import numpy as np
 
+Number = float | complex
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A wrong entry of an array, or of a Jacobian.
+
+    Attributes:
+      index: the index in the array; in the output of a Jacobian.
+      value, expected: the value, and that of the reference that decides.
+      error, allowed: the absolute error, and the largest that is allowed.
+    """
+
+    index: tuple[int, ...]
+    value: Number
+    expected: Number
+    error: float
+    allowed: float
+
+
+@dataclass
+class Row:
+    """The result of a check for one array.
+
+    Attributes:
+      check: the name of the check.
+      what: the array, and the conditions of the check.
+      passed: whether it passed.
+      message: the failure or a remark, as text.
+      entries: the worst few entries, the worst first.
+      count, total: the number of wrong entries, and of all entries.
+    """
+
+    check: str = ""
+    what: str = ""
+    passed: bool = True
+    message: str = ""
+    entries: Sequence[Any] = ()
+    count: int = 0
+    total: int = 0
+
 
 class CheckError(RuntimeError):
     """A check failed.
@@ -89,6 +130,17 @@ def aligned(table: Sequence[Sequence[str]], to_the_right: Collection[int] = ()) 
     widths = [max(map(len, column)) for column in zip(*table, strict=True)]
     justify = [str.rjust if i in to_the_right else str.ljust for i in range(len(widths))]
     return ["  ".join(f(cell, w) for f, cell, w in zip(justify, row, widths, strict=True)).rstrip() for row in table]
+
+
+def entry_table(header: Sequence[str], rows: Sequence[Sequence[str]], indent: str) -> list[str]:
+    """Returns a table of entries as lines, without columns that are empty."""
+    columns = [column for column in zip(header, *rows, strict=True) if any(column[1:])]
+    return [indent + line for line in aligned(list(zip(*columns, strict=True)), range(len(columns)))]
+
+
+def show_index(index: Sequence[int]) -> str:
+    """Returns an index as text, as NumPy takes it."""
+    return f"[{', '.join(map(str, index))}]"
 
 
 def preformatted(text: str) -> str:

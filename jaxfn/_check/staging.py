@@ -15,14 +15,13 @@ from jax.tree_util import (
     register_dataclass,
     tree_flatten,
     tree_leaves,
-    tree_map,
     tree_structure,
     tree_unflatten,
 )
 
 from jaxfn._compat import add_jaxvals_p, custom_jvp_call_p, custom_vjp_call_p, dce_jaxpr, make_jaxpr, manual_axes
 from jaxfn._jaxpr import all_eqns, flat_params, is_variable, jaxprs_in_params, open_jaxpr
-from jaxfn._tree import double, is_inexact
+from jaxfn._tree import is_inexact
 
 # JAX's operations, which run no Python code.
 LAX_PRIMITIVES = frozenset(
@@ -40,16 +39,11 @@ class JaxprFunction:
     """A function staged to a jaxpr; calling it evaluates the jaxpr.
 
     It is a pytree of its constants, so that it can be an argument of a jitted function.
-
-    Attributes:
-      constants: the constants of the jaxpr.
-      jaxpr: a jaxpr of the array leaves of the arguments.
-      tree: the treedef of the result.
     """
 
-    constants: Sequence[Any]
-    jaxpr: Any = field(metadata={"static": True})
-    tree: Any = field(metadata={"static": True})
+    constants: Sequence[Any]  # the constants of the jaxpr
+    jaxpr: Any = field(metadata={"static": True})  # a jaxpr of the array leaves of the arguments
+    tree: Any = field(metadata={"static": True})  # the treedef of the result
 
     def __call__(self, *args: Any) -> Any:
         return tree_unflatten(self.tree, eval_jaxpr(self.jaxpr, self.constants, *tree_leaves(args)))
@@ -68,28 +62,34 @@ class JaxprFunction:
         """Whether both have equal operations and constants."""
         return _is_equal(self.constants, other.constants) and _is_equal(self.jaxpr, other.jaxpr)
 
+    @property
+    def depends_on_inputs(self) -> bool:
+        """Whether an output depends on an input."""
+        return bool(self.dependent_eqns()) or not set(self.jaxpr.invars).isdisjoint(
+            filter(is_variable, self.jaxpr.outvars)
+        )
+
     def mesh_axes(self) -> dict[str, int]:
         """Returns the sizes of the mesh axes that are manual in a `shard_map`, by name."""
         mapped = [eqn for eqn in self.eqns if eqn.primitive.name == "shard_map"]  # the name in 0.10.0 to 0.12.0
         return {name: eqn.params["mesh"].shape[name] for eqn in mapped for name in manual_axes(eqn)}
 
+    def dependent_eqns(self) -> list[Any]:
+        """Returns the eqns that depend on the inputs, in order, without those of sub-jaxprs."""
+        dependent = set(self.jaxpr.invars)
+        eqns: list[Any] = []
+        for eqn in self.jaxpr.eqns:
+            if any(is_variable(v) and v in dependent for v in eqn.invars):
+                eqns.append(eqn)
+                dependent.update(eqn.outvars)
+        return eqns
+
     def dtypes_from_inputs(self) -> set[Any]:
         """Returns the inexact dtypes of everything that is computed from the inputs."""
-        eqns = _dependent_eqns(self.jaxpr)
+        eqns = self.dependent_eqns()
         eqns += [eqn for outer in eqns for jaxpr in jaxprs_in_params(outer) for eqn in all_eqns(jaxpr)]
         avals = [v.aval for eqn in eqns for v in eqn.outvars]
         return {aval.dtype for aval in avals if hasattr(aval, "dtype") and is_inexact(aval.dtype)}
-
-
-def _dependent_eqns(jaxpr: Any) -> list[Any]:
-    """Returns the eqns that depend on inputs of a jaxpr, in order."""
-    dependent = set(jaxpr.invars)
-    eqns: list[Any] = []
-    for eqn in jaxpr.eqns:
-        if any(is_variable(v) and v in dependent for v in eqn.invars):
-            eqns.append(eqn)
-            dependent.update(eqn.outvars)
-    return eqns
 
 
 def stage(function: Callable[..., Any], *args: Any) -> JaxprFunction:
@@ -104,34 +104,6 @@ def stage(function: Callable[..., Any], *args: Any) -> JaxprFunction:
 
     closed = make_jaxpr(flat, *leaves)
     return JaxprFunction(closed.consts, closed.jaxpr, trees[0])
-
-
-def stage_without_x64(function: Callable[..., Any], *args: Any) -> JaxprFunction:
-    """Stages a function without x64, and wraps it so that it takes and returns double precision.
-
-    Kernels are written for JAX's default. With x64 their integers would be 64 bits wide, on which many fail.
-    """
-    with jax.enable_x64(False):
-        traced = stage(function, *tree_map(single, args))
-
-    def in_double_precision(*args: Any) -> Any:
-        return tree_map(_double, traced(*tree_map(_cast, args, tree_map(single, args))))
-
-    return stage(in_double_precision, *args)
-
-
-def _cast(array: Any, like: jax.ShapeDtypeStruct) -> jax.Array:
-    return jnp.asarray(array, like.dtype)
-
-
-def _double(array: Any) -> jax.Array:
-    return array.astype(double(array.dtype))
-
-
-def single(array: Any) -> jax.ShapeDtypeStruct:
-    """Returns the type of a double-precision array in single precision."""
-    dtypes: dict[Any, Any] = {np.float64: np.float32, np.complex128: np.complex64}
-    return jax.ShapeDtypeStruct(array.shape, dtypes.get(array.dtype.type, array.dtype))
 
 
 def is_same_output(alone: object, whole: object, index: int) -> bool:

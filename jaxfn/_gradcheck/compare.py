@@ -9,9 +9,10 @@ from typing import Any
 
 import numpy as np
 
+from jaxfn._check.modes import Derivative
 from jaxfn._gradcheck.evaluation.batches import BatchedEvaluator
 from jaxfn._gradcheck.evaluation.vectors import Arrays, Basis, Vectors, bases, complex_entries, random_vectors
-from jaxfn._gradcheck.problem.derivatives import ADMode, Derivative, Derivatives
+from jaxfn._gradcheck.problem.derivatives import ADMode, Derivatives
 from jaxfn._gradcheck.tolerance import Tolerance, excess, largest
 
 _MAX_WORST = 8
@@ -36,37 +37,24 @@ Evaluated = Sequence[tuple[Any, Any, Any]]
 
 @dataclass
 class JacobianBlock:
-    """The derivative of one output with respect to one input, with wrong entries.
+    """The derivative of one output with respect to one input, with wrong entries."""
 
-    Attributes:
-      output, input: the indices of both.
-      count: the number of wrong entries.
-      worst: the components of the output (in reverse mode) or input (in forward mode) with the most wrong entries.
-    """
-
-    output: int
+    output: int  # output, input: the indices of both
     input: int
-    count: int = 0
+    count: int = 0  # the number of wrong entries
+    # the components of the output (in reverse mode) or input (in forward mode) with the most wrong entries
     worst: list[int] = field(default_factory=list[int])
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """A comparison of derivatives at one point.
+    """A comparison of derivatives at one point."""
 
-    Attributes:
-      derivatives: the function and its derivatives.
-      tolerance: the tolerance of the comparison.
-      step: the step of finite differences.
-      evaluator: evaluates derivatives and differences.
-      notes: what the report has to note if the check passes.
-    """
-
-    derivatives: Derivatives
-    tolerance: Tolerance
-    step: float
-    evaluator: BatchedEvaluator
-    notes: dict[str, None] = field(default_factory=dict[str, None])
+    derivatives: Derivatives  # the function and its derivatives
+    tolerance: Tolerance  # the tolerance of the comparison
+    step: float  # the step of finite differences
+    evaluator: BatchedEvaluator  # evaluates derivatives and differences
+    notes: dict[str, None] = field(default_factory=dict[str, None])  # what the report has to note if the check passes
 
     def with_autodiff(self, mode: ADMode) -> list[JacobianBlock]:
         """Compares the function's rule with autodiff of the function without it.

@@ -13,7 +13,7 @@ from jaxfn._gradcheck.evaluation.vectors import Basis, random_vectors
 from jaxfn._gradcheck.problem.derivatives import ADMode, available
 from jaxfn._gradcheck.problem.problem import Leaf
 from jaxfn._gradcheck.report.kinds import KINK, mismatch_kind
-from jaxfn._gradcheck.report.report import Entry, Mismatch
+from jaxfn._gradcheck.report.report import JacobianEntry, Mismatch
 from jaxfn._gradcheck.tolerance import excess
 
 _DENSE = 1 << 16  # a Jacobian of up to this many entries is computed as a whole
@@ -25,38 +25,26 @@ _BLOCKS_SHOWN = 8
 
 @dataclass
 class BlockValues:
-    """Some entries of the derivative of one output with respect to one input, of shape (outputs, inputs).
+    """Some entries of the derivative of one output with respect to one input, of shape (outputs, inputs)."""
 
-    Attributes:
-      rows, columns: the components of the output and the elements of the input (in forward mode: the elements of the
-        output and the components of the input).
-      analytic, numeric, autodiff: the values; `None` for a reference that was not computed.
-      tolerances: the tolerance of `analytic`.
-    """
-
+    # rows, columns: the components of the output and the elements of the input (in forward mode: the elements of the
+    # output and the components of the input)
     rows: Sequence[int]
     columns: Sequence[int]
-    analytic: Any
+    analytic: Any  # analytic, numeric, autodiff: the values; `None` for a reference that was not computed
     numeric: Any
     autodiff: Any
-    tolerances: Any
+    tolerances: Any  # the tolerance of `analytic`
 
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """The diagnosis of wrong blocks of the Jacobian.
+    """The diagnosis of wrong blocks of the Jacobian."""
 
-    Attributes:
-      comparison: the comparison that found them.
-      mode: the mode of differentiation.
-      by_autodiff: whether autodiff decides, not finite differences.
-      with_differences: whether to compute finite differences.
-    """
-
-    comparison: Comparison
-    mode: ADMode
-    by_autodiff: bool
-    with_differences: bool
+    comparison: Comparison  # the comparison that found them
+    mode: ADMode  # the mode of differentiation
+    by_autodiff: bool  # whether autodiff decides, not finite differences
+    with_differences: bool  # whether to compute finite differences
 
     def mismatches(self, blocks: Sequence[JacobianBlock]) -> list[Mismatch]:
         """Returns a mismatch for each block, the first few in detail."""
@@ -86,9 +74,7 @@ class Diagnosis:
     def _described(self, block: JacobianBlock, values: BlockValues) -> Mismatch:
         mismatch = self.named(block)
         excesses = self._excesses(values)
-        for i, j in _worst(excesses):
-            if excesses[i, j] > 1:
-                mismatch.entries.append(self._entry(block, values, i, j, float(values.tolerances[i, j])))
+        mismatch.entries = [self._entry(block, values, i, j) for i, j in _worst(excesses) if excesses[i, j] > 1]
         if values.analytic.size == mismatch.total:
             reference = self._reference(values)
             shapes = mismatch.output_shape, mismatch.input_shape
@@ -120,24 +106,22 @@ class Diagnosis:
         is_between = (values.analytic >= low - slack) & (values.analytic <= high + slack)
         return bool((is_between & (slack > values.tolerances))[wrong].all())
 
-    def _entry(self, block: JacobianBlock, values: BlockValues, i: int, j: int, tolerance: float) -> Entry:
+    def _entry(self, block: JacobianBlock, values: BlockValues, i: int, j: int) -> JacobianEntry:
         output, input = self._leaves(block)
         output_index, part_of_output = output.locate(values.rows[i])
         input_index, part_of_input = input.locate(values.columns[j])
-        analytic = values.analytic[i, j].item()
-        reference = self._reference(values)[i, j].item()
+        value, expected = values.analytic[i, j].item(), self._reference(values)[i, j].item()
         numeric, autodiff = (None if m is None else m[i, j].item() for m in (values.numeric, values.autodiff))
-        error = abs(analytic - reference)
-        return Entry(
-            output_index=output_index,
-            input_index=input_index,
-            part=part_of_input if self.mode.is_forward else part_of_output,
-            analytic=analytic,
-            numeric=numeric,
-            autodiff=autodiff,
-            absolute_error=error,
-            relative_error=error / abs(reference) if reference else float("inf"),
-            tolerance=tolerance,
+        return JacobianEntry(
+            output_index,
+            value,
+            expected,
+            abs(value - expected),
+            float(values.tolerances[i, j]),
+            input_index,
+            part_of_input if self.mode.is_forward else part_of_output,
+            numeric,
+            autodiff,
         )
 
     def _reference(self, values: BlockValues) -> Any:

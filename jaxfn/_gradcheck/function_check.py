@@ -9,11 +9,11 @@ from typing import Any, ClassVar
 import jax
 import numpy as np
 
-from jaxfn._check.arguments import as_arguments, function_name
+from jaxfn._check.arguments import as_double, function_name
 from jaxfn._check.closeness import group_scale
 from jaxfn._check.reports import CheckError, CheckReport
 from jaxfn._gradcheck.problem.derivatives import ReverseOnlyError, derive
-from jaxfn._gradcheck.problem.problem import as_double, make_problem
+from jaxfn._gradcheck.problem.problem import make_problem
 from jaxfn._gradcheck.public import gradcheck, gradgradcheck
 from jaxfn._gradcheck.report.report import GradcheckError, GradcheckReport
 from jaxfn._gradcheck.tolerance import excess
@@ -104,7 +104,7 @@ def check(
     with jax.enable_x64(True):
         problem = make_problem(func, inputs, argnums, surrogate)
         # So that the checks below do not warn of lower precision again.
-        inputs = jax.tree.map(_as_double, as_arguments(inputs))
+        inputs = jax.tree.map(_as_double, inputs)
         derivatives = derive(problem, reverse=False, forward=True)
         has_forward_mode = not isinstance(derivatives.forward.rule, ReverseOnlyError)
         if derivatives.is_traced:

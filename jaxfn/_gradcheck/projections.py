@@ -7,9 +7,10 @@ from typing import Any
 
 import numpy as np
 
+from jaxfn._check.modes import Derivative
 from jaxfn._gradcheck.compare import Comparison, Evaluated, JacobianBlock
 from jaxfn._gradcheck.evaluation.vectors import Vectors, random_vectors
-from jaxfn._gradcheck.problem.derivatives import ADMode, Derivative, available
+from jaxfn._gradcheck.problem.derivatives import ADMode, available
 from jaxfn._gradcheck.problem.problem import Leaf
 from jaxfn._gradcheck.tolerance import are_resolved, excess
 

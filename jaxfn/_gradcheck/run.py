@@ -10,6 +10,7 @@ from time import perf_counter
 import jax
 import numpy as np
 
+from jaxfn._diagnostics import source_location
 from jaxfn._gradcheck.checks import Findings, PropertyChecks, problems_of_vmap
 from jaxfn._gradcheck.compare import Comparison, JacobianBlock
 from jaxfn._gradcheck.diagnosis import Diagnosis
@@ -241,7 +242,7 @@ class _Check:
                 )
         self.report.notes += comparison.notes if self.report.passed else ()
         of_backward = [m for m in self.report.mismatches if m.check == d.reverse.name]
-        if any(all(entry.analytic == 0 for entry in mismatch.entries) for mismatch in of_backward):
+        if any(all(entry.value == 0 for entry in mismatch.entries) for mismatch in of_backward):
             self.report.notes += [f"{m} returned None for {x}, so its gradient is zero" for m, x in d.without_gradient]
         kinks = [mismatch.kind == KINK for mismatch in self.report.mismatches]
         self.report.notes += [_KINK_HINT] if any(kinks) else []
@@ -331,12 +332,9 @@ def _sources(derivatives: Derivatives) -> list[str]:
     locations: list[str] = []
     for function in derivatives.functions:
         for name in ("backward", "vjp", "jvp"):
-            method = inspect.unwrap(getattr(function, name, None) or _sources)
-            if getattr(method, "_jaxfn_undefined", False) or method is _sources:
+            method = getattr(function, name, None)
+            if method is None or getattr(inspect.unwrap(method), "_jaxfn_undefined", False):
                 continue
-            try:
-                file, line = inspect.getsourcefile(method), inspect.getsourcelines(method)[1]
-            except (OSError, TypeError):
-                continue
-            locations.append(f"{file}:{line} ({function.__name__}.{name})")
+            location = source_location(method)
+            locations += [f"{location} ({function.__name__}.{name})"] if location else []
     return locations

@@ -61,13 +61,6 @@ def explain_by_saved(
 ) -> tuple[str | None, str | None]:
     """Returns which saved array should replace which other one, if that alone makes all derivatives of a mode right.
 
-    Args:
-      comparison: the comparison that found wrong derivatives.
-      mode: the mode of differentiation.
-      by_autodiff: whether autodiff decides, not finite differences.
-      is_fast: whether to compare projections only.
-      seconds: how long the check has taken.
-
     Returns:
       The explanation, or `None`; and a note if the search was stopped.
     """

@@ -63,19 +63,13 @@ class Tolerance:
 
     Tolerances other than the default ones mean exactly `|a - n| <= atol + rtol * |n|`. The default ones mean that for a
     coarse reference. For a precise reference they are a thousand times smaller, but never smaller than rounding.
-
-    Attributes:
-      atol: the absolute tolerance.
-      rtol: the tolerance relative to the reference.
-      is_default: whether both are the default ones.
-      precision: the relative spacing of the coarsest floating-point type that the function computes in.
-      least_scale: the largest entry of a Jacobian below which the absolute tolerance does not become smaller.
     """
 
-    atol: float
-    rtol: float
-    is_default: bool
-    precision: float = _DOUBLE
+    atol: float  # the absolute tolerance
+    rtol: float  # the tolerance relative to the reference
+    is_default: bool  # whether both are the default ones
+    precision: float = _DOUBLE  # the relative spacing of the coarsest floating-point type that the function computes in
+    # the largest entry of a Jacobian below which the absolute tolerance does not become smaller
     least_scale: float = _TIGHTER
 
     @property
@@ -101,12 +95,7 @@ class Tolerance:
         return self.plain(reference) + error if self.is_default else self.plain(reference)
 
     def precise(self, reference: Any, scale: Any) -> Any:
-        """Returns the tolerance for a reference that is exact up to rounding.
-
-        Args:
-          reference: the values of the reference.
-          scale: the largest value, in a block whose entries are sums of terms of about that size.
-        """
+        """Returns the tolerance for a reference that is exact up to the rounding of terms as large as `scale`."""
         rounding = _ROUNDING if self.is_tight else _SHORT_SUM_ROUNDING
         return self._precise(reference, scale, rounding * self.precision * scale)
 
@@ -117,12 +106,7 @@ class Tolerance:
         return self._precise(reference, scale, _SHORT_SUM_ROUNDING * self.precision * terms)
 
     def of_rounding(self, reference: Any, error: Any) -> Any:
-        """Returns the tolerance for those entries whose difference is known to be rounding.
-
-        Args:
-          reference: the values of the reference.
-          error: the part of the difference that is known to be an error of the reference.
-        """
+        """Returns the tolerance for those entries whose difference is known to be rounding."""
         if not self.is_tight:
             return self.of_entries(reference)
         return np.maximum(self.plain(reference), self.precise(reference, largest(reference))) + SAFETY * error
@@ -140,12 +124,7 @@ class Tolerance:
         return _TIGHTER * self.rtol if self.is_tight else self.rtol
 
     def agrees(self, value: Any, expected: Any, terms: Any = None) -> bool:
-        """Whether two ways to compute an array agree, apart from rounding; NaN agrees with NaN.
-
-        Args:
-          value, expected: the arrays.
-          terms: the size of the terms that each entry is a sum of. Default: the expected values.
-        """
+        """Whether two ways to compute an array, as sums of such terms, agree apart from rounding; NaN equals NaN."""
         terms = abs(expected if terms is None else terms)
         scale = group_scale(terms)
         # In double precision the rounding of the largest entry does not hide a mistake in another one.

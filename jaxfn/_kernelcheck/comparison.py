@@ -12,12 +12,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxfn._check.arguments import Arguments
+from jaxfn._check.modes import PartialDerivative, parts
+from jaxfn._check.staging import stage
 from jaxfn._compat import compile_as_written, compile_quickly
-from jaxfn._kernelcheck.arguments import Arguments, Arrays, add_rounding_noise, rounded, sample_nearby
-from jaxfn._kernelcheck.error_bounds import ArrayResult, ExpectedArray, ExpectedIntegers, expect
+from jaxfn._kernelcheck.arguments import Arrays, add_rounding_noise, rounded, sample_nearby
+from jaxfn._kernelcheck.error_bounds import ExpectedArray, ExpectedIntegers, expect
 from jaxfn._kernelcheck.float64 import promote_to_float64
 from jaxfn._kernelcheck.implementations import Implementation, KernelError, OutputTypes, Results, on_host, run_on_host
-from jaxfn._kernelcheck.rows import Row
+from jaxfn._kernelcheck.rows import KernelRow
 
 _FEW_DRAWS = 2
 _MAX_NUMBERS = 1 << 20  # in all samples of all inputs and outputs
@@ -25,60 +28,40 @@ _MAX_NUMBERS = 1 << 20  # in all samples of all inputs and outputs
 
 @dataclass(frozen=True)
 class Samples:
-    """Samples of inputs and cotangents.
+    """Samples of inputs and cotangents."""
 
-    Attributes:
-      xs: floating-point inputs, rounded to the dtype, in float64, each of shape (draws, *shape).
-      cotangents: cotangents of the floating-point outputs, in the same form.
-    """
-
-    xs: Arrays
-    cotangents: Arrays
+    xs: Arrays  # floating-point inputs, rounded to the dtype, in float64, each of shape (draws, *shape)
+    cotangents: Arrays  # cotangents of the floating-point outputs, in the same form
 
 
 @dataclass(frozen=True)
 class ExpectedResults:
-    """The expected results for some samples.
+    """The expected results for some samples."""
 
-    Attributes:
-      outputs: the floating-point outputs.
-      others: the other outputs.
-      gradients: the gradients.
-    """
+    outputs: list[ExpectedArray]  # the floating-point outputs
+    others: list[ExpectedIntegers]  # the other outputs
+    gradients: list[ExpectedArray]  # the gradients
 
-    outputs: list[ExpectedArray]
-    others: list[ExpectedIntegers]
-    gradients: list[ExpectedArray]
-
-    def with_equal_inputs(self, other: ExpectedResults) -> ExpectedResults:
-        """Returns the results for equal inputs, given those of unequal ones (see `ExpectedArray.with_equal_inputs`)."""
-        outputs = list(map(ExpectedArray.with_equal_inputs, self.outputs, other.outputs))
-        gradients = list(map(ExpectedArray.with_equal_inputs, self.gradients, other.gradients))
-        return ExpectedResults(outputs, self.others, gradients)
+    def combined(
+        self, other: ExpectedResults, combine: Callable[[ExpectedArray, ExpectedArray], ExpectedArray]
+    ) -> ExpectedResults:
+        """Combines each array with its counterpart in other results."""
+        outputs = list(map(combine, self.outputs, other.outputs))
+        return ExpectedResults(outputs, self.others, list(map(combine, self.gradients, other.gradients)))
 
 
 @dataclass
 class KernelComparison:
-    """A comparison of a kernel with a reference.
+    """A comparison of a kernel with a reference."""
 
-    Attributes:
-      kernel, reference: the functions.
-      arguments: the arguments of both.
-      dtype: the dtype of floating-point arrays.
-      max_draws: the largest number of samples.
-      factor: see `kernelcheck`.
-      generator: the source of random numbers.
-      exact: the reference in float64, shared by all dtypes.
-    """
-
-    kernel: Callable[..., Any]
+    kernel: Callable[..., Any]  # kernel, reference: the functions
     reference: Callable[..., Any]
-    arguments: Arguments
-    dtype: Any
-    max_draws: int
-    factor: float
-    generator: np.random.Generator
-    exact: Float64Reference
+    arguments: Arguments  # the arguments of both
+    dtype: Any  # the dtype of floating-point arrays
+    max_draws: int  # the largest number of samples
+    factor: float  # see `kernelcheck`
+    generator: np.random.Generator  # the source of random numbers
+    exact: Float64Reference  # the reference in float64, shared by all dtypes
 
     @cached_property
     def implementation(self) -> Implementation:
@@ -97,6 +80,23 @@ class KernelComparison:
     def reference_outputs(self) -> OutputTypes:
         """The types of the reference's outputs."""
         return Implementation(self.reference, self.arguments).outputs(self.dtype)
+
+    @cached_property
+    def parts(self) -> list[PartialDerivative]:
+        """The parts of the gradients that a rule may compute differently."""
+        inputs = [self.arguments.names[i] for i in self.arguments.differentiated]
+        return parts(inputs, self.outputs.names[: len(self.outputs.floats)], is_forward=False)
+
+    @cached_property
+    def has_derivative(self) -> list[bool]:
+        """Whether the reference has a derivative with respect to each floating-point input; a mask has none."""
+        arguments = replace(self.arguments, chosen=frozenset(self.arguments.owners))
+        reference = Implementation(self.reference, arguments)
+        try:
+            gradients = stage(lambda *args: reference.run(*args)[2], *self.arrays(self.main, 0))
+        except Exception:  # of an input that argnums= excludes
+            return [True] * len(self.arguments.values)
+        return [gradients.output_alone(i).depends_on_inputs for i in range(len(self.arguments.values))]
 
     @cached_property
     def draws(self) -> int:
@@ -140,7 +140,7 @@ class KernelComparison:
         cotangents = [
             jnp.asarray(ct[at].astype(y.dtype)) for ct, y in zip(samples.cotangents, self.outputs.floats, strict=True)
         ]
-        return self.arguments.fixed, xs, cotangents
+        return list(self.arguments.others), xs, cotangents
 
     def first_results(self, run: Callable[..., Any]) -> Results:
         """Returns the results of a function like `Implementation.run` for the first sample."""
@@ -149,7 +149,7 @@ class KernelComparison:
     def first_inputs(self) -> tuple[Any, ...]:
         """Returns the arguments of the kernel for the first sample."""
         fixed, xs, _ = self.arrays(self.main, 0)
-        return self.arguments.call(lambda *args: args, fixed, xs)
+        return self.arguments.call(lambda *args: args, xs, fixed)
 
     @cached_property
     def plain(self) -> Results:
@@ -184,7 +184,11 @@ class KernelComparison:
 
     def _compute_expected(self, samples: Samples) -> ExpectedResults:
         """Runs the reference in float64 and in the dtype, and again in float64 on inputs with rounding noise."""
-        noisy = (add_rounding_noise(arrays, self.dtype, self.generator) for arrays in (samples.xs, samples.cotangents))
+        noisy = [add_rounding_noise(arrays, self.dtype, self.generator) for arrays in (samples.xs, samples.cotangents)]
+        # A condition on an input, such as `mask > 0`, is not a rounding error.
+        noisy[0] = [
+            moved if has else x for moved, x, has in zip(noisy[0], samples.xs, self.has_derivative, strict=True)
+        ]
         nearby = self.exact.results(*noisy)
         exact = self.exact.results(samples.xs, samples.cotangents)
         reference = on_host(self._compiled_reference(*self.arrays(samples)))
@@ -199,19 +203,17 @@ class KernelComparison:
         """Returns the names of the gradients in reports."""
         return [f"gradient of {self.arguments.names[i]}" for i in self.arguments.differentiated]
 
-    def row(self, check: str, array: str, conditions: str, result: ArrayResult) -> Row:
-        """Returns a row of the report for one array."""
-        dtype = str(np.dtype(self.dtype))
-        return Row(check, dtype, array + conditions, **vars(result))
+    def row(self, check: str, what: str, result: KernelRow) -> KernelRow:
+        """Returns the result for one array as a row of the report."""
+        return replace(result, check=check, what=what, dtype=str(np.dtype(self.dtype)))
 
-    def message(self, check: str, what: str, message: str, *, passed: bool = False) -> Row:
+    def message(self, check: str, what: str, message: str, *, passed: bool = False) -> KernelRow:
         """Returns a row of the report with a message; without a message the row passes."""
-        return Row(check, str(np.dtype(self.dtype)), what, passed or not message, message)
+        return self.row(check, what, KernelRow(passed=passed or not message, message=message))
 
-    def raised(self, check: str, what: str, error: KernelError, remark: str = "") -> Row:
+    def raised(self, check: str, what: str, error: KernelError, remark: str = "") -> KernelRow:
         """Returns a row of the report for an error that the kernel raised; with a remark the row passes."""
-        message = remark + str(error)
-        return Row(check, str(np.dtype(self.dtype)), what, bool(remark), message)
+        return self.message(check, what, remark + str(error), passed=bool(remark))
 
     def compare(
         self,
@@ -221,7 +223,8 @@ class KernelComparison:
         draws: Sequence[int] | None = None,
         suffix: str = "",
         only_overflow: bool = False,
-    ) -> list[Row]:
+        inputs: Sequence[int] | None = None,
+    ) -> list[KernelRow]:
         """Returns rows for the results for some samples.
 
         Args:
@@ -231,31 +234,36 @@ class KernelComparison:
           draws: the samples that `results` has. Default: all.
           suffix: the conditions of the check, as text.
           only_overflow: whether values must only be finite.
+          inputs: the indices of the gradients that `results` has, among those of `expected`. Default: all.
         """
-        rows: list[Row] = []
-        for kind, index, array in self._named(results):
+        rows: list[KernelRow] = []
+        if inputs is not None:
+            expected = replace(expected, gradients=[expected.gradients[i] for i in inputs])
+        for kind, index, array in self._named(results, inputs):
             values, e = getattr(results, kind)[index], getattr(expected, kind)[index]
             e = e if draws is None else e.at(draws)
-            result: ArrayResult = e.overflow(values) if only_overflow else e.compare(values, self.factor)
+            result = e.overflow(values) if only_overflow else e.compare(values, self.factor)
             under = "gradients" if check == "outputs" and kind == "gradients" else check
-            rows.append(self.row(under, array, suffix, result))
+            rows.append(self.row(under, array + suffix, result))
         return rows
 
-    def _named(self, results: Results) -> list[tuple[str, int, str]]:
+    def _named(self, results: Results, inputs: Sequence[int] | None = None) -> list[tuple[str, int, str]]:
         """Returns the arrays in results: the attribute that has them, the index in it, and the name in reports."""
-        count = len(results.outputs)
+        count, gradients = len(results.outputs), self.gradient_names()
+        if inputs is not None:
+            gradients = [gradients[i] for i in inputs]
         names = {
             "outputs": self.outputs.names[:count],
-            "gradients": self.gradient_names() if results.gradients else [],
+            "gradients": gradients if results.gradients else [],
             "others": self.outputs.names[count:],
         }
         return [(kind, index, name) for kind, of_kind in names.items() for index, name in enumerate(of_kind)]
 
     def compare_runs(
         self, condition: str, first: Results, second: Results, draws: Sequence[int] | None = None
-    ) -> list[Row]:
+    ) -> list[KernelRow]:
         """Returns a row for each array of two runs, which fails unless they are bitwise equal."""
-        rows: list[Row] = []
+        rows: list[KernelRow] = []
         for kind, index, array in self._named(first):
             one, two = getattr(first, kind)[index], getattr(second, kind)[index]
             if one.tobytes() == two.tobytes():
@@ -264,7 +272,7 @@ class KernelComparison:
             e = getattr(self.expected, kind)[index]
             e = (e if draws is None else e.at(draws)).with_exact(one)
             result = replace(e.compare(two, self.factor), passed=False, message="two runs on the same inputs differ")
-            rows.append(self.row("determinism", array, condition, result))
+            rows.append(self.row("determinism", array + condition, result))
         return rows
 
 
@@ -287,7 +295,7 @@ class Float64Reference:
 
     def results(self, xs: Arrays, cotangents: Arrays) -> Results:
         """Returns the results for samples of inputs and cotangents, in double precision."""
-        args = self._implementation.arguments.fixed, xs, cotangents
+        args = self._implementation.arguments.others, xs, cotangents
         config: Any = jax.config
         has_x64: bool = config.jax_enable_x64
         with jax.enable_x64(True):

@@ -12,7 +12,7 @@ One measurement alone may be small by luck:
     reference (adds from the left)     4.75, with an error of 0, so that no kernel could have any error
     kernel (an online mean, times 3)   4.78, off by one unit in the last place, which is a good result
 
-So five terms make the measurement robust:
+So six terms make the measurement robust:
 
 - Several samples. Inputs are changed by a few units in the last place, with new cotangents for each sample, and the
   errors of all samples are taken together.
@@ -24,6 +24,8 @@ So five terms make the measurement robust:
   times the root mean square. If a few entries dominate, `n` is their effective number. A largest error that is much
   larger than the others counts twice, as another implementation has its own in other entries.
 - The last digit. Two units in the last place of an entry are always allowed, and half a unit in the norm.
+- Scaled inputs. Small inputs are nearly equal, for which the errors of a reference may all be small. So numbers of
+  about one magnitude are allowed the largest error that they have for the inputs themselves.
 - Exact zeros. A gradient that is exactly zero in the reference for all samples (of attention to one key, say) does not
   show the size of rounding errors. A few units in the last place of cotangents times outputs times inputs are allowed.
 
@@ -42,7 +44,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxfn._check.closeness import Array, ErrorStats, by_magnitude, magnitude_groups, rms
-from jaxfn._kernelcheck.rows import Entry
+from jaxfn._kernelcheck.rows import KernelEntry, KernelRow
 
 _ENTRY_ULPS = 2.0
 _NORM_ULPS = 0.5
@@ -51,39 +53,16 @@ _WORST_SHOWN = 5
 
 
 @dataclass(frozen=True)
-class ArrayResult:
-    """The result for one array; see `Row`."""
-
-    passed: bool
-    message: str
-    norm: float | None
-    allowed_norm: float | None
-    worst: list[Entry]
-    count: int
-    total: int
-
-
-@dataclass(frozen=True)
 class ExpectedArray:
-    """The expected values of one output or gradient, for several samples.
+    """The expected values of one output or gradient, for several samples."""
 
-    Attributes:
-      exact: the values in float64, of shape (draws, *shape).
-      is_comparable: which entries can be compared.
-      groups: the group of magnitudes of each entry, of this shape without `draws`.
-      error: the errors of the reference in the dtype, of each entry.
-      input_rounding: the change of `exact` by rounding of the inputs, of each entry.
-      precision: the relative spacing of the dtype.
-      tiny: the smallest normal number of the dtype.
-    """
-
-    exact: Array
-    is_comparable: Array
-    groups: Array
-    error: ErrorStats
-    input_rounding: ErrorStats
-    precision: float
-    tiny: float
+    exact: Array  # the values in float64, of shape (draws, *shape)
+    is_comparable: Array  # which entries can be compared
+    groups: Array  # the group of magnitudes of each entry, of this shape without `draws`
+    error: ErrorStats  # the errors of the reference in the dtype, of each entry
+    input_rounding: ErrorStats  # the change of `exact` by rounding of the inputs, of each entry
+    precision: float  # the relative spacing of the dtype
+    tiny: float  # the smallest normal number of the dtype
 
     def at(self, draws: Sequence[int]) -> ExpectedArray:
         """Selects some samples; the errors stay those of all samples."""
@@ -106,6 +85,14 @@ class ExpectedArray:
             self, error=self.error.maximum(error), input_rounding=self.input_rounding.maximum(input_rounding)
         )
 
+    def with_errors_of(self, other: ExpectedArray) -> ExpectedArray:
+        """Allows the largest error that numbers of about the same magnitude, or smaller ones, have in other results."""
+        largest = np.zeros(self.groups.shape)
+        for group in np.unique(self.groups):
+            is_smaller = other.groups <= group
+            largest[self.groups == group] = np.where(is_smaller, other.error.largest, 0.0).max(initial=0.0)
+        return replace(self, error=self.error.maximum(ErrorStats(largest, 0.0)))
+
     def summed(self) -> ExpectedArray:
         """Returns the expected sum over all samples, as a single sample."""
         exact = np.where(self.is_comparable, self.exact, 0.0)
@@ -120,13 +107,13 @@ class ExpectedArray:
             input_rounding=self.input_rounding.scaled(root),
         )
 
-    def overflow(self, values: Array) -> ArrayResult:
+    def overflow(self, values: Array) -> KernelRow:
         """Checks only that a kernel's values are finite where those of the reference are."""
         values = np.asarray(values, np.float64)
         is_wrong = self.is_comparable & np.isfinite(self.exact) & ~np.isfinite(values)
         return self.compare(np.where(is_wrong, values, self.exact), 1.0)
 
-    def compare(self, values: Array, factor: float) -> ArrayResult:
+    def compare(self, values: Array, factor: float) -> KernelRow:
         """Compares a kernel's values with the expected values."""
         exact, comparable = self.exact, self.is_comparable
         values = np.asarray(values, np.float64)
@@ -138,7 +125,7 @@ class ExpectedArray:
             excess = errors / allowed
         count = int((excess > 1).sum())
         norm, allowed_norm = self._norms(errors, rounding, factor)
-        worst: list[Entry] = []
+        worst: list[KernelEntry] = []
         of_all_samples = excess.max(0, initial=0.0)
         for flat_index in np.argsort(-of_all_samples, axis=None, kind="stable")[:_WORST_SHOWN]:
             entry = tuple(map(int, np.unravel_index(flat_index, of_all_samples.shape)))
@@ -146,13 +133,23 @@ class ExpectedArray:
                 break
             index = int(excess[:, *entry].argmax()), *entry
             ulps = self._ulps(float(errors[index]), float(exact[index]))
-            worst.append(Entry(entry, *map(float, (values[index], exact[index], errors[index], allowed[index], ulps))))
+            worst.append(
+                KernelEntry(entry, *map(float, (values[index], exact[index], errors[index], allowed[index], ulps)))
+            )
         message = ""
         if count:
             message = f"{count:,} of {exact.size:,} entries have an error larger than allowed"
         elif norm > allowed_norm:
             message = f"the root mean square of the errors is {norm:.2g}, allowed is {allowed_norm:.2g}"
-        return ArrayResult(not message, message, norm, allowed_norm, worst, count, exact.size)
+        return KernelRow(
+            passed=not message,
+            message=message,
+            entries=worst,
+            count=count,
+            total=exact.size,
+            norm=norm,
+            allowed_norm=allowed_norm,
+        )
 
     def _norms(self, errors: Array, rounding: Array, factor: float) -> tuple[float, float]:
         """Returns the root mean square of the errors and the largest allowed, in the group where it is worst."""
@@ -181,15 +178,10 @@ class ExpectedArray:
 
 @dataclass(frozen=True)
 class ExpectedIntegers:
-    """The expected values of one integer or boolean output, for several samples.
+    """The expected values of one integer or boolean output, for several samples."""
 
-    Attributes:
-      exact: the values of the reference in float64, of shape (draws, *shape).
-      reference: the values of the reference in the dtype, which are right too.
-    """
-
-    exact: Array
-    reference: Array
+    exact: Array  # the values of the reference in float64, of shape (draws, *shape)
+    reference: Array  # the values of the reference in the dtype, which are right too
 
     def at(self, draws: Sequence[int]) -> ExpectedIntegers:
         """Selects some samples."""
@@ -199,16 +191,16 @@ class ExpectedIntegers:
         """Returns these expectations with other values."""
         return ExpectedIntegers(exact, exact)
 
-    def overflow(self, values: Array) -> ArrayResult:
+    def overflow(self, values: Array) -> KernelRow:
         """Compares a kernel's values: integers do not overflow to infinity."""
         return self.compare(values)
 
-    def compare(self, values: Array, factor: float = 1.0) -> ArrayResult:
+    def compare(self, values: Array, factor: float = 1.0) -> KernelRow:
         """Compares a kernel's values with the expected values, which they equal or not, whatever the factor."""
         wrong = (values != self.exact) & (values != self.reference)
         count = int(wrong.sum())
         message = f"{count:,} of {wrong.size:,} entries differ from the reference" if count else ""
-        return ArrayResult(not count, message, None, None, [], count, wrong.size)
+        return KernelRow(passed=not count, message=message, count=count, total=wrong.size)
 
 
 def expect(exact: Any, reference: Any, nearby: Any, dtype: Any) -> ExpectedArray:

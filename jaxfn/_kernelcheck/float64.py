@@ -16,6 +16,7 @@ it before, by the rules that it has. References that draw random numbers are eva
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import jax
@@ -23,7 +24,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.tree_util import tree_leaves, tree_map, tree_unflatten
 
-from jaxfn._check.staging import JaxprFunction, single, stage, stage_without_x64
+from jaxfn._check.staging import JaxprFunction, stage
 from jaxfn._compat import make_jaxpr, random_bits_p, threefry2x32_p
 from jaxfn._jaxpr import eval_jaxpr_with, open_jaxpr, subjaxprs
 from jaxfn._tree import double, is_inexact
@@ -39,10 +40,7 @@ def promote_to_float64(
 ) -> tuple[Callable[..., Any], str]:
     """Returns a function in float64, and a note on how; x64 must be enabled.
 
-    Args:
-      function: a function of pytrees of arrays.
-      args: example arguments, floating-point ones in float64.
-      same_random_numbers: whether x64 was enabled by the caller, so that random numbers are right as they are.
+    With `same_random_numbers` the caller has enabled it, so that random numbers are right as they are.
     """
     try:
         traced = stage(function, *args)
@@ -54,8 +52,8 @@ def promote_to_float64(
         return traced, ""
     if traced is None or draws:
         with jax.enable_x64(False):
-            staged = stage(function, *tree_map(single, args))
-        unpromoted = stage_without_x64(function, *args)
+            staged = stage(function, *tree_map(_single, args))
+        unpromoted = stage(partial(_run_in_float32, staged), *args)
     else:
         staged = unpromoted = traced
     try:
@@ -66,6 +64,16 @@ def promote_to_float64(
             f"the reference {why}, and cannot be promoted ({type(error).__name__}), so the bounds are less sharp",
         )
     return promoted, f"the reference {why}; the expected values were computed by the same operations in float64"
+
+
+def _single(array: Any) -> jax.ShapeDtypeStruct:
+    """Returns the type of an array in the precision of JAX's default."""
+    return jax.ShapeDtypeStruct(array.shape, np.float32 if array.dtype == np.float64 else array.dtype)
+
+
+def _run_in_float32(traced: JaxprFunction, *args: Any) -> Any:
+    """Evaluates a function that was staged without x64, and returns its results in float64."""
+    return tree_map(_promoted, traced(*(x.astype(_single(x).dtype) for x in tree_leaves(args))))
 
 
 def _casts(traced: JaxprFunction) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,49 +12,32 @@ import jax
 import jax.numpy as jnp
 import jaxlib
 import numpy as np
-from jax.tree_util import keystr, tree_flatten_with_path
 
-from jaxfn._kernelcheck.arguments import Arguments, Arrays
-from jaxfn._tree import is_array_leaf, is_inexact
+from jaxfn._check.arguments import Arguments, output_arrays
+from jaxfn._check.modes import Batching, PartialDerivative
+from jaxfn._kernelcheck.arguments import Arrays
+from jaxfn._tree import is_inexact, replace_at
 
 
 @dataclass(frozen=True)
 class Results:
-    """The results of an implementation, on the host.
+    """The results of an implementation, on the host."""
 
-    Attributes:
-      outputs: the floating-point outputs.
-      others: integer and boolean outputs.
-      gradients: a gradient for each differentiated input.
-    """
-
-    outputs: Arrays
-    others: Arrays
-    gradients: Arrays
-
-    def at(self, draws: Sequence[int]) -> Results:
-        """Selects some samples."""
-        return self._map(lambda array: array[list(draws)])
+    outputs: Arrays  # the floating-point outputs
+    others: Arrays  # integer and boolean outputs
+    gradients: Arrays  # a gradient for each differentiated input
 
     def as_one_sample(self) -> Results:
         """Returns the results with a leading axis of size 1 for samples."""
-        return self._map(lambda array: array[None])
-
-    def _map(self, function: Callable[[Any], Any]) -> Results:
-        return Results(*(list(map(function, arrays)) for arrays in (self.outputs, self.others, self.gradients)))
+        return Results(*([x[None] for x in arrays] for arrays in (self.outputs, self.others, self.gradients)))
 
 
 @dataclass(frozen=True)
 class OutputTypes:
-    """The types of the arrays that a function returns.
+    """The types of the arrays that a function returns."""
 
-    Attributes:
-      names: the names of the floating-point arrays, then of the others.
-      floats, others: the shapes and dtypes of both.
-    """
-
-    names: tuple[str, ...]
-    floats: tuple[Any, ...]
+    names: tuple[str, ...]  # the names of the floating-point arrays, then of the others
+    floats: tuple[Any, ...]  # floats, others: the shapes and dtypes of both
     others: tuple[Any, ...]
 
     def listed(self) -> str:
@@ -75,26 +58,21 @@ class Implementation:
         names: list[str] = []
 
         def floats_and_others(fixed: Arrays, xs: Arrays) -> Any:
-            floats, others = _returned(self.arguments.call(self.function, fixed, xs))
+            floats, others = _returned(self.arguments.call(self.function, xs, fixed))
             names[:] = [*floats, *others]
             return list(floats.values()), list(others.values())
 
         xs = [jax.ShapeDtypeStruct(value.shape, dtype) for value in self.arguments.values]
-        floats, others = jax.eval_shape(floats_and_others, self.arguments.fixed, xs)
+        floats, others = jax.eval_shape(floats_and_others, self.arguments.others, xs)
         return OutputTypes(tuple(names), tuple(floats), tuple(others))
 
     def call(self, fixed: Arrays, xs: Arrays) -> tuple[Arrays, Arrays]:
         """Returns the floating-point outputs and the others."""
-        floats, others = _returned(self.arguments.call(self.function, fixed, xs))
+        floats, others = _returned(self.arguments.call(self.function, xs, fixed))
         return list(floats.values()), list(others.values())
 
     def run(
-        self,
-        fixed: Arrays,
-        xs: Arrays,
-        cotangents: Arrays,
-        inputs: Sequence[int] | None = None,
-        outputs: Sequence[int] | None = None,
+        self, fixed: Arrays, xs: Arrays, cotangents: Arrays, part: PartialDerivative | None = None
     ) -> tuple[Arrays, Arrays, Arrays]:
         """Returns floating-point outputs, other outputs, and gradients.
 
@@ -102,17 +80,14 @@ class Implementation:
           fixed: the input arrays that are not floating-point.
           xs: the floating-point input arrays.
           cotangents: a cotangent for each floating-point output.
-          inputs: the indices of the differentiated arrays in `xs`. Default: `arguments.differentiated`.
-          outputs: the indices of the outputs that have a cotangent; those of others are undefined. Default: all.
+          part: the part of the gradients to compute. Default: all.
         """
-        chosen = self.arguments.differentiated if inputs is None else inputs
-        used = range(len(cotangents)) if outputs is None else outputs
+        chosen, used = self.arguments.differentiated, range(len(cotangents))
+        if part is not None:
+            chosen, used = [chosen[i] for i in part.inputs], part.outputs
 
         def function(*differentiated: Any) -> Any:
-            merged = list(xs)
-            for index, x in zip(chosen, differentiated, strict=True):
-                merged[index] = x
-            floats, others = self.call(fixed, merged)
+            floats, others = self.call(fixed, replace_at(chosen, xs, differentiated))
             return [floats[i] for i in used], (floats, others)
 
         if not chosen:
@@ -122,30 +97,26 @@ class Implementation:
         gradients = vjp([cotangents[i].astype(y.dtype) for i, y in zip(used, used_outputs, strict=True)])
         return floats, others, list(gradients)
 
-    def mapped(self, fixed: Arrays, xs: Arrays, cotangents: Arrays, **options: Sequence[int]) -> Any:
+    def mapped(self, fixed: Arrays, xs: Arrays, cotangents: Arrays, part: PartialDerivative | None = None) -> Any:
         """Calls `run` for one sample after the other."""
 
         def run_one(sample: tuple[Arrays, Arrays]) -> Any:
-            return self.run(fixed, *sample, **options)
+            return self.run(fixed, *sample, part)
 
         return jax.lax.map(run_one, (xs, cotangents))
 
 
 @dataclass(frozen=True)
 class BatchedImplementation(Implementation):
-    """An implementation under `jax.vmap`.
+    """An implementation under `jax.vmap`, which the derivative sees."""
 
-    Attributes:
-      axes: the batch axes of the floating-point inputs; `None` for unbatched ones.
-    """
-
-    axes: tuple[int | None, ...]
+    batching: Batching
 
     def call(self, fixed: Arrays, xs: Arrays) -> tuple[Arrays, Arrays]:
         def run_one(*xs: Any) -> Any:
             return super(BatchedImplementation, self).call(fixed, list(xs))
 
-        return jax.vmap(run_one, in_axes=self.axes)(*xs)
+        return self.batching.vmap(run_one)(*xs)
 
 
 class KernelError(Exception):
@@ -194,12 +165,9 @@ def _returned(returned: Any) -> tuple[dict[str, Any], dict[str, Any]]:
     """Returns the floating-point arrays in a function's result, and its other arrays, by name."""
     floats: dict[str, Any] = {}
     others: dict[str, Any] = {}
-    for path, leaf in tree_flatten_with_path(returned)[0]:
-        if not is_array_leaf(leaf):
-            continue
-        array = jnp.asarray(leaf)
-        if jnp.issubdtype(array.dtype, jnp.complexfloating):
+    for name, array in output_arrays(returned):
+        dtype = jnp.result_type(array)
+        if jnp.issubdtype(dtype, jnp.complexfloating):
             raise TypeError("kernelcheck is for real numbers, and an output is complex. gradcheck takes complex ones.")
-        name = f"output{keystr(path)}" if path else "output"
-        (floats if is_inexact(array.dtype) else others)[name] = array
+        (floats if is_inexact(dtype) else others)[name] = jnp.asarray(array)
     return floats, others

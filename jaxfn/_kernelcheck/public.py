@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import jax.numpy as jnp
@@ -11,7 +12,7 @@ import numpy as np
 from jaxfn._check.arguments import function_name
 from jaxfn._check.draws import random_generator
 from jaxfn._gradcheck.report.progress import Progress
-from jaxfn._kernelcheck.arguments import flatten_arguments
+from jaxfn._kernelcheck.arguments import kernel_arguments
 from jaxfn._kernelcheck.checks import NAMES, CheckOptions, CustomCheck, run_checks
 from jaxfn._kernelcheck.comparison import Float64Reference, KernelComparison
 from jaxfn._kernelcheck.report import KernelReport
@@ -48,13 +49,14 @@ def kernelcheck(
     - "determinism": two runs are bitwise equal, compiled and eagerly.
     - "scales": scaled inputs. For larger inputs, results must only be finite where those of the reference are.
     - "constants": inputs that are zero, or one number everywhere.
-    - "vacuous": no gradient of the reference is zero, or so small that a kernel that returns zeros would pass.
+    - "vacuous": no gradient of the reference is zero, or so small that a kernel that returns zeros would pass. An input
+      that the reference has no derivative for, such as a mask, is noted.
     - "undifferentiated": outputs without differentiation, which a `jax.custom_vjp` computes by other code.
     - "jit": eager results.
     - "padding": inputs surrounded by NaNs in memory, to detect reads out of bounds. (In its interpret mode, Pallas
       itself pads blocks with NaNs, so there the check "sizes" detects them.)
     - "vmap": batched along the first axis and along the last, with each argument unbatched once.
-    - "undefined": one output is used, and the cotangents of the others are undefined.
+    - "undefined": the cotangent of one output is undefined.
     - "subsets": one input alone is differentiated.
     - "sizes": sizes that are not a multiple of a block. A kernel may raise there.
     - "donation": arguments keep their values, unless they are donated.
@@ -126,11 +128,11 @@ def kernelcheck(
     if not checked_dtypes or draws < 1:
         raise ValueError("kernelcheck needs at least one dtype and one sample")
     generator = random_generator("kernelcheck", seed)
-    arguments = flatten_arguments(reference, inputs, argnums, generator)
-    others = None if sizes is None else [flatten_arguments(reference, other, argnums, generator) for other in sizes]
+    arguments = kernel_arguments(reference, inputs, argnums, generator)
+    others = None if sizes is None else [kernel_arguments(reference, other, argnums, generator) for other in sizes]
     if "gradients" in skip:
-        arguments = arguments.undifferentiated()
-        others = others and [other.undifferentiated() for other in others]
+        arguments = replace(arguments, chosen=frozenset())
+        others = others and [replace(other, chosen=frozenset()) for other in others]
     report = KernelReport(function_name(func), function_name(reference), factor)
     options = CheckOptions(others, shard, custom, frozenset(skip), allow_zero_gradients)
     exact = Float64Reference(reference, arguments)

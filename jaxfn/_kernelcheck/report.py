@@ -5,8 +5,17 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
-from jaxfn._check.reports import CheckError, CheckReport, aligned, html_table, preformatted, small
-from jaxfn._kernelcheck.rows import PLAIN_CHECKS, Row
+from jaxfn._check.reports import (
+    CheckError,
+    CheckReport,
+    aligned,
+    entry_table,
+    html_table,
+    preformatted,
+    show_index,
+    small,
+)
+from jaxfn._kernelcheck.rows import PLAIN_CHECKS, KernelRow
 
 
 class KernelcheckError(CheckError):
@@ -45,10 +54,10 @@ class KernelReport(CheckReport):
     kernel: str
     reference: str
     factor: float
-    rows: list[Row] = field(default_factory=list[Row])
+    rows: list[KernelRow] = field(default_factory=list[KernelRow])
 
     @property
-    def failures(self) -> list[Row]:
+    def failures(self) -> list[KernelRow]:
         """The rows that failed."""
         return [row for row in self.rows if not row.passed]
 
@@ -94,19 +103,16 @@ class KernelReport(CheckReport):
 _HEADERS = ["", "dtype", "worst entry", "error", "allowed", "ulps", "in norm", "allowed", ""]
 
 
-def _cells(row: Row) -> list[str]:
-    numbers = (row.error, row.allowed, row.ulps, row.norm, row.allowed_norm)
+def _cells(row: KernelRow) -> list[str]:
+    cells = [[show_index(e.index), *map(small, (e.error, e.allowed, e.ulps))] for e in row.entries[:1]] or [[""] * 4]
     result = "" if row.passed else "WRONG"
-    return [row.what, row.dtype, "" if row.index is None else str(list(row.index)), *map(small, numbers), result]
+    return [row.what, row.dtype, *cells[0], small(row.norm), small(row.allowed_norm), result]
 
 
-def _explained(row: Row) -> list[str]:
+def _explained(row: KernelRow) -> list[str]:
     lines = [f"{row.check}: {row.what} in {row.dtype}: {row.message}"]
-    if row.worst:
-        header = ["", "value", "expected", "error", "allowed", "ulps"]
-        cells = [
-            [str(list(e.index)), f"{e.value:.7g}", f"{e.expected:.7g}", *map(small, (e.error, e.allowed, e.ulps))]
-            for e in row.worst
-        ]
-        lines += [f"    {line}" for line in aligned([header, *cells])]
-    return lines
+    cells = [
+        [show_index(e.index), f"{e.value:.7g}", f"{e.expected:.7g}", *map(small, (e.error, e.allowed, e.ulps))]
+        for e in row.entries
+    ]
+    return lines + (entry_table(["", "value", "expected", "error", "allowed", "ulps"], cells, "    ") if cells else [])

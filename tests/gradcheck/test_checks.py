@@ -175,7 +175,8 @@ def test_undefined_cotangents():
     mistaken = pair(lambda a, b: (1.0 if a is None else 2 * a) + (0 if b is None else 3 * b))
     assert "cotangent of output 0 is undefined" in failure(raising, normal(3)).problems[0]
     passes(raising, normal(3), check_undefined_grad=False)
-    assert "does not treat an undefined cotangent of output 0 as zeros" in failure(mistaken, normal(3)).problems[0]
+    problem = failure(mistaken, normal(3)).problems[0]
+    assert "changes if the cotangent of output 0 is undefined: treat it as zeros" in problem
 
 
 @row("G5")
@@ -193,7 +194,7 @@ def test_undefined_tangents():
 
     inputs = normal(3), normal(3, seed=1)
     passes(product(0.0), inputs, **FORWARD)
-    assert "undefined tangent of input 0" in failure(product(1.0), inputs, **FORWARD).problems[0]
+    assert "tangent of input 0 ('x') is undefined" in failure(product(1.0), inputs, **FORWARD).problems[0]
     passes(product(1.0), inputs, check_undefined_grad=False, **FORWARD)
 
 
@@ -215,7 +216,7 @@ def test_jvp_that_reads_which_inputs_are_differentiated():
     inputs = normal(3), normal(3, seed=1)
     passes(product(1), inputs, **FORWARD)
     for function in (product(2), jax.jit(product(2))):
-        assert "undefined tangent of input 0" in failure(function, inputs, **FORWARD).problems[0]
+        assert "tangent of input 0 ('x') is undefined" in failure(function, inputs, **FORWARD).problems[0]
 
 
 @row("G5")
@@ -428,7 +429,7 @@ def test_blocks_give_equal_results(reference):
         passes(Linear.apply, inputs, reference=reference, max_memory=max_memory)
         (mismatch,) = failure(Wrong.apply, inputs, reference=reference, max_memory=max_memory).mismatches
         assert mismatch.count == 40  # the column of one weight, one row for each example
-        assert all(entry.input_index == (29, 8) and entry.output_index[1] == 29 for entry in mismatch.entries)
+        assert all(entry.input_index == (29, 8) and entry.index[1] == 29 for entry in mismatch.entries)
 
 
 @cells("index", [1199], [0, 41, 1199])
@@ -438,7 +439,7 @@ def test_one_wrong_row_in_any_batch_is_found(index):
     (mismatch,) = report.mismatches
     assert (mismatch.count, mismatch.total) == (1, 1200 * 1200) and not mismatch.matrices
     (entry,) = mismatch.entries
-    assert (entry.output_index, entry.input_index) == ((index,), (3,))
+    assert (entry.index, entry.input_index) == ((index,), (3,))
     with pytest.raises(ValueError, match="too large"):
         report.plot()
 
@@ -506,13 +507,12 @@ def compiled_by(monkeypatch):
     return compiled
 
 
-def test_a_function_of_operations_that_others_had_compiles_nothing(monkeypatch):
+def test_a_function_of_operations_that_another_had_compiles_nothing(monkeypatch):
     inputs = normal(5, 7), normal(7, seed=1)
-    for c in (1.1, 1.2, 1.3, 1.4):
-        passes(damped(c), inputs)
+    passes(damped(1.1), inputs)
     compiled = compiled_by(monkeypatch)
-    passes(damped(1.5), inputs)
-    assert not compiled
+    reports = {str(passes(damped(c), inputs)) for c in (1.2, 1.3, 1.4, 1.5)}
+    assert not compiled and len(reports) == 1
     passes(damped(1.6), (normal(5, 8), normal(8)))
     assert compiled
 
@@ -534,9 +534,9 @@ def test_a_wrong_rule_has_the_same_report_by_operations(wrong, monkeypatch):
     from jaxfn._gradcheck.evaluation import operations
 
     inputs = normal(3), normal(3, seed=1)
-    monkeypatch.setattr(operations, "_FEW_OPERATIONS", -1)  # never by operations
+    monkeypatch.setattr(operations, "_MAX_OPERATIONS", -1)  # never by operations
     expected = failure(damped(1.0, CHANGES[wrong]), inputs)
-    monkeypatch.setattr(operations, "_FEW_OPERATIONS", 1000)
+    monkeypatch.undo()
     assert str(failure(damped(1.0, CHANGES[wrong]), inputs)) == str(expected)
     passes(damped(1.0), inputs)
 
@@ -646,7 +646,7 @@ def test_the_number_of_programs_in_memory_is_bounded(monkeypatch):
     from jaxfn._gradcheck.evaluation import execution
 
     monkeypatch.setattr(execution, "_MAX_CACHED", 2)
-    passes(scaled_sine(1.0), normal(1, 13))  # of no other test
+    passes(scaled_sine(1.0), normal(1, 13), fast_mode=True)  # not operation by operation, and of no other test
     assert len(execution._cache) <= 2
 
 

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from jaxfn import kernelcheck
-from jaxfn._kernelcheck.arguments import flatten_arguments
+from jaxfn._kernelcheck.arguments import kernel_arguments
 from jaxfn._kernelcheck.comparison import Float64Reference, KernelComparison
 from tests.support.checking import rule
 from tests.support.kernel_faults import FAULTS, KERNELS, all_but, shape
@@ -78,7 +78,7 @@ def test_nothing_else_is_checked_after_wrong_plain_results():
 def test_large_arrays_have_fewer_samples():
     generator = np.random.default_rng(0)
     for size, draws in ((100, 8), (512, 2)):
-        arguments = flatten_arguments(jnp.sin, shape(size, size), None, generator)
+        arguments = kernel_arguments(jnp.sin, shape(size, size), None, generator)
         exact = Float64Reference(jnp.sin, arguments)
         assert KernelComparison(jnp.sin, jnp.sin, arguments, jnp.float32, 8, 2.0, generator, exact).draws == draws
 

@@ -12,9 +12,10 @@ import pytest
 from jax.experimental.pallas import tpu as pltpu
 
 from jaxfn import kernelcheck
-from jaxfn._kernelcheck.arguments import flatten_arguments
+from jaxfn._kernelcheck.arguments import kernel_arguments
 from jaxfn._kernelcheck.comparison import Float64Reference, KernelComparison
-from tests.support.kernel_faults import shape
+from jaxfn._kernelcheck.error_bounds import ExpectedArray
+from tests.support.kernel_faults import all_but, shape
 from tests.support.marks import row, slow
 
 
@@ -149,16 +150,51 @@ PAIRS = {
 SEEDS = 100
 
 
+def comparison_of(kernel, reference, inputs, dtype):
+    generator = np.random.default_rng(0)
+    arguments = kernel_arguments(reference, tuple(inputs), None, generator)
+    exact = Float64Reference(reference, arguments)
+    return KernelComparison(kernel, reference, arguments, jnp.dtype(dtype), 8, 2.0, generator, exact)
+
+
 def alarms(kernel, reference, inputs, dtype):
     """Yields the failed rows of outputs and gradients for new inputs, again and again, by executables compiled once."""
-    generator = np.random.default_rng(0)
-    arguments = flatten_arguments(reference, tuple(inputs), None, generator)
-    exact = Float64Reference(reference, arguments)
-    comparison = KernelComparison(kernel, reference, arguments, jnp.dtype(dtype), 8, 2.0, generator, exact)
+    comparison = comparison_of(kernel, reference, inputs, dtype)
     for _ in range(SEEDS):
-        samples = comparison.sample([generator.standard_normal(value.shape) for value in arguments.values])
+        values = comparison.arguments.values
+        samples = comparison.sample([comparison.generator.standard_normal(value.shape) for value in values])
         rows = comparison.compare("outputs", comparison.run(samples), comparison.expect(samples))
         yield from (row for row in rows if not row.passed)
+
+
+def textbook_softmax(x):
+    """Autodiff adds the rounding errors of a row in the gradient of its largest entry."""
+    e = jnp.exp(x - x.max(-1, keepdims=True))
+    return e / e.sum(-1, keepdims=True)
+
+
+@row("K1")
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_nearly_equal_inputs_have_the_errors_of_numbers_of_their_magnitude(dtype):
+    comparison = comparison_of(textbook_softmax, jax.nn.softmax, [shape(16, 33)], dtype)
+    for _ in range(SEEDS):
+        (value,) = (comparison.generator.standard_normal(x.shape) for x in comparison.arguments.values)
+        usual, small = comparison.sample([value]), comparison.sample([1e-3 * value])
+        expected = comparison.expect(small).combined(comparison.expect(usual), ExpectedArray.with_errors_of)
+        assert not [r for r in comparison.compare("scales", comparison.run(small), expected) if not r.passed]
+
+
+@row("K1")
+def test_a_formula_that_loses_digits_for_small_inputs_is_found():
+    report = kernelcheck(
+        lambda x: jnp.exp(x) - 1,
+        jnp.expm1,
+        shape(30),
+        dtypes=["float32"],
+        skip=all_but("scales"),
+        raise_exception=False,
+    )
+    assert report.failed_checks == ["scales"]
 
 
 @row("K1")

@@ -14,11 +14,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax.tree_util import tree_map
 
+from jaxfn._check.modes import Derivative, LeafFunction
 from jaxfn._check.staging import bytes_per_call
 from jaxfn._gradcheck.evaluation.execution import CompiledFunction, ExecutionMode
 from jaxfn._gradcheck.evaluation.vectors import Arrays, Vectors
-from jaxfn._gradcheck.problem.derivatives import Derivative
-from jaxfn._gradcheck.problem.problem import LeafFunction
 from jaxfn._gradcheck.report.progress import Progress
 from jaxfn._gradcheck.tolerance import SAFETY
 
@@ -71,14 +70,7 @@ def _listed(*results: Arrays) -> list[Arrays]:
 
 
 class BatchedEvaluator:
-    """Evaluation of derivatives along many vectors.
-
-    Args:
-      mode: the way to run a function for a batch.
-      xs: the point at which to differentiate.
-      max_memory: the number of bytes that one batch may use.
-      progress: the counter of the evaluated vectors.
-    """
+    """Evaluation of derivatives along many vectors."""
 
     def __init__(self, mode: ExecutionMode, xs: Sequence[Any], max_memory: int, progress: Progress) -> None:
         self.mode = mode

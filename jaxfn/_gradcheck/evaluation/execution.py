@@ -56,10 +56,7 @@ class ExecutionMode(enum.Enum):
     def prepare(self, function: Callable[..., Any], *args: Any, runs: int = 1) -> CompiledFunction | PythonFunction:
         """Returns the function compiled for arguments like these, or uncompiled for a Python loop.
 
-        Args:
-          function: a function of pytrees of arrays. User code that it calls is passed in `args`, as `JaxprFunction`s.
-          args: example arguments.
-          runs: the expected number of calls.
+        User code that it calls is passed in `args`, as `JaxprFunction`s. `runs` is the expected number of calls.
         """
         if self in (ExecutionMode.PYTHON_LOOP, ExecutionMode.OPERATIONS):
             return PythonFunction(function)
@@ -87,11 +84,6 @@ class CompiledFunction:
     would have equal texts; `keep_unused` prevents that. The pytree of the results: it is not cached. Python callbacks:
     the text has numbers instead of them, so they are part of the key. Constants, under an option of JAX: then nothing
     is cached.
-
-    Args:
-      function: see `ExecutionMode.prepare`.
-      args: example arguments.
-      runs: the expected number of calls.
     """
 
     def __init__(self, function: Callable[..., Any], args: tuple[Any, ...], runs: int) -> None:

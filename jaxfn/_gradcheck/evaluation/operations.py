@@ -1,7 +1,7 @@
 """Evaluation of small staged functions, operation by operation.
 
 XLA takes 30 to 100 ms to compile the program of a check, but a compiled operation runs in microseconds. So operations
-that several checks have in common are compiled one by one, and each is used by all later checks.
+are compiled one by one, and each is used by all later checks.
 """
 
 from __future__ import annotations
@@ -23,9 +23,7 @@ from jaxfn._jaxpr import eval_jaxpr_with, flat_params, identity_primitives, is_a
 _MAX_CACHED = 1024
 _MAX_BYTES = 4 << 20  # A larger function runs faster as one program.
 _MIN_BATCH = 32  # Batches are padded to this size, or a larger power of two, so that they share operations.
-# Operations are compiled for the fourth check that needs them, together with at most so many that are newer.
-_NUM_CHECKS = 4
-_FEW_OPERATIONS = 2
+_MAX_OPERATIONS = 200  # Compiling more takes longer than compiling one program.
 
 # Calls of a jaxpr, whose rules no longer matter.
 _CALLS = frozenset({jit_p, remat_p, custom_jvp_call_p, custom_vjp_call_p})
@@ -46,22 +44,15 @@ def by_operations(functions: Any, batch_size: int) -> Any:
 
     Each of their arguments, and so each of their results, may have a batch at axis 0.
 
-    Args:
-      functions: a pytree of `JaxprFunction`s.
-      batch_size: the largest size of a batch.
-
     Raises:
-      UnsuitableError: they contain other primitives than JAX's operations, or are large, or have many new operations.
+      UnsuitableError: they contain other primitives than JAX's operations, or are large, or have many operations.
     """
     size = max(_MIN_BATCH, 1 << (batch_size - 1).bit_length())
     staged, tree = jax.tree.flatten(functions, is_leaf=lambda f: isinstance(f, JaxprFunction))
     if any(computed_bytes(f.eqns) * size + sum(c.nbytes for c in f.constants) > _MAX_BYTES for f in staged):
         raise UnsuitableError
     found = [_ByOperations(f, size) for f in staged]
-    missing = {o for f in found for o in f.operations.values() if o.executable is None}
-    for operation in missing:
-        operation.num_checks += 1
-    if sum(operation.num_checks < _NUM_CHECKS for operation in missing) > _FEW_OPERATIONS:
+    if len({operation for f in found for operation in f.operations.values()}) > _MAX_OPERATIONS:
         raise UnsuitableError
     return jax.tree.unflatten(tree, found)
 
@@ -118,13 +109,7 @@ def _evaluate(
     consts: Sequence[Any],
     args: Sequence[Any],
 ) -> list[Any]:
-    """Returns the outputs of a jaxpr, whose calls are inlined.
-
-    Args:
-      evaluate: returns the results of an operation, from its eqn and operands.
-      constant: converts a constant of an abstract value to an operand.
-      jaxpr, consts, args: the jaxpr, its consts and its arguments.
-    """
+    """Returns the outputs of a jaxpr, whose calls are inlined."""
 
     def eval_eqn(_: int, eqn: Any, operands: list[Any]) -> Sequence[Any]:
         if is_any_of(eqn, identity_primitives):
@@ -142,7 +127,6 @@ class _CompiledOperation:
     """An operation on operands of fixed types, some of which are batched, compiled when it is first called."""
 
     def __init__(self, eqn: Any, is_batched: Sequence[bool], size: int) -> None:
-        self.num_checks = 0  # that needed it before it was compiled
         self.executable: Any = None
         self._primitive, self._params = eqn.primitive, eqn.params
         self._axes = [0 if batched else None for batched in is_batched]

@@ -27,34 +27,23 @@ def random_vectors(leaves: Sequence[Leaf], seed: int) -> Arrays:
 
 @dataclass(frozen=True)
 class Vectors:
-    """Many vectors in a compact form, expanded inside compiled functions.
+    """Many vectors in a compact form, expanded inside compiled functions."""
 
-    Attributes:
-      leaves: the leaves to which the vectors belong.
-      chosen: the indices of the leaves in which vectors may be nonzero.
-      count: the number of vectors.
-      make: maps indices of vectors to their compact form: for each chosen leaf an array with a leading axis.
-      expand: maps the compact form of one vector to the vector, an array for each chosen leaf.
-    """
-
-    leaves: Sequence[Leaf]
-    chosen: tuple[int, ...]
-    count: int
+    leaves: Sequence[Leaf]  # the leaves to which the vectors belong
+    chosen: tuple[int, ...]  # the indices of the leaves in which vectors may be nonzero
+    count: int  # the number of vectors
+    # maps indices of vectors to their compact form: for each chosen leaf an array with a leading axis
     make: Callable[[Any], Arrays]
+    # maps the compact form of one vector to the vector, an array for each chosen leaf
     expand: Callable[[Sequence[Any]], Sequence[Any]] = tuple
 
 
 @dataclass(frozen=True)
 class Basis:
-    """The unit vectors of some of the leaves.
+    """The unit vectors of some of the leaves."""
 
-    Attributes:
-      leaves: all leaves.
-      chosen: the indices of the leaves that have unit vectors here.
-    """
-
-    leaves: tuple[Leaf, ...]
-    chosen: tuple[int, ...]
+    leaves: tuple[Leaf, ...]  # all leaves
+    chosen: tuple[int, ...]  # the indices of the leaves that have unit vectors here
 
     @cached_property
     def size(self) -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property
 from typing import Any, ClassVar, TypeAlias
@@ -13,70 +13,16 @@ import jax.numpy as jnp
 import numpy as np
 from jax.custom_derivatives import SymbolicZero
 
+from jaxfn._check.modes import Derivative, LeafFunction, forward_derivative, jacobian_rows, restrict_outputs
 from jaxfn._check.staging import HAVE_RULES, LAX_PRIMITIVES, JaxprFunction, stage
 from jaxfn._compat import closed_call_p, custom_lin_p, is_code_of_jax
 from jaxfn._gradcheck.problem.monitor import CallMonitor
-from jaxfn._gradcheck.problem.problem import Leaf, LeafFunction, Problem
+from jaxfn._gradcheck.problem.problem import Leaf, Problem
 from jaxfn._jaxpr import identity_primitives, is_any_of, jaxprs_in_params, open_jaxpr, subjaxpr_rules
 from jaxfn._primitives import linear_map_p
 from jaxfn._tree import conjugate
 
-# (inputs, cotangents) -> (outputs, gradients), or (inputs, tangents) -> (outputs, output tangents); all are lists.
-Derivative = Callable[[Sequence[Any], Sequence[Any]], Any]
 _FindDerivative: TypeAlias = "Callable[[], Derivative | UnavailableError]"
-
-
-def reverse_derivative(call: LeafFunction) -> Derivative:
-    """Returns the derivative in reverse mode."""
-
-    def reverse(xs: Sequence[Any], cotangents: Sequence[Any]) -> Any:
-        outputs, pull = jax.vjp(call, *xs)
-        return outputs, list(pull(list(cotangents)))
-
-    return reverse
-
-
-def forward_derivative(call: LeafFunction) -> Derivative:
-    """Returns the derivative in forward mode."""
-
-    def forward(xs: Sequence[Any], tangents: Sequence[Any]) -> Any:
-        return jax.jvp(call, tuple(xs), tuple(tangents))
-
-    return forward
-
-
-def jacobian_rows(call: LeafFunction) -> Derivative:
-    """Returns the derivative in reverse mode, in torch's convention for complex numbers.
-
-    The cotangent of the functional "imaginary part" is -1j in JAX, and 1j in torch.
-    """
-    reverse = reverse_derivative(call)
-
-    def rows(xs: Sequence[Any], cotangents: Sequence[Any]) -> Any:
-        outputs, gradients = reverse(xs, list(map(conjugate, cotangents)))
-        return outputs, list(map(conjugate, gradients))
-
-    return rows
-
-
-def restrict_outputs(call: LeafFunction, indices: Sequence[int]) -> LeafFunction:
-    """Returns the function with some of its outputs."""
-
-    def some(*xs: Any) -> list[Any]:
-        outputs = call(*xs)
-        return [outputs[i] for i in indices]
-
-    return some
-
-
-def restrict_inputs(call: LeafFunction, xs: Sequence[Any], indices: Sequence[int]) -> LeafFunction:
-    """Returns the function of some of its inputs, with the values in `xs` for the others."""
-
-    def some(*values: Any) -> list[Any]:
-        chosen = dict(zip(indices, values, strict=True))
-        return call(*(chosen.get(i, x) for i, x in enumerate(xs)))
-
-    return some
 
 
 class UnavailableError(Exception):
@@ -103,32 +49,20 @@ class ADMode:
     give the rows of the Jacobian in reverse mode, and its columns in forward mode. The gradients in a row are in
     torch's convention: for a complex input, the derivative with respect to the real part plus `1j` times that with
     respect to the imaginary part.
-
-    Attributes:
-      is_forward: whether it is forward mode.
-      name: the name of the mode in reports.
-      method: the name of the method that users write for it.
-      seed_name, result_name: the names of seed vectors and of results in reports.
-      derivative_of: makes the derivative of a function in this mode.
-      seed_leaves: the outputs in reverse mode, the inputs in forward mode.
-      result_leaves: the inputs in reverse mode, the outputs in forward mode.
-      rule: the derivative by the function's own rule, or the reason why there is none.
-      retraced: `rule`, traced a second time; `None` if that trace has equal operations.
-      find_reference: returns `reference`.
     """
 
-    is_forward: ClassVar[bool]
-    name: ClassVar[str]
-    method: ClassVar[str]
-    seed_name: ClassVar[str]
+    is_forward: ClassVar[bool]  # whether it is forward mode
+    name: ClassVar[str]  # the name of the mode in reports
+    method: ClassVar[str]  # the name of the method that users write for it
+    seed_name: ClassVar[str]  # seed_name, result_name: the names of seed vectors and of results in reports
     result_name: ClassVar[str]
-    derivative_of: ClassVar[Callable[[LeafFunction], Derivative]]
+    derivative_of: ClassVar[Callable[[LeafFunction], Derivative]]  # makes the derivative of a function in this mode
 
-    seed_leaves: tuple[Leaf, ...]
-    result_leaves: tuple[Leaf, ...]
-    rule: Derivative | UnavailableError
-    retraced: Derivative | None
-    find_reference: _FindDerivative
+    seed_leaves: tuple[Leaf, ...]  # the outputs in reverse mode, the inputs in forward mode
+    result_leaves: tuple[Leaf, ...]  # the inputs in reverse mode, the outputs in forward mode
+    rule: Derivative | UnavailableError  # the derivative by the function's own rule, or the reason why there is none
+    retraced: Derivative | None  # `rule`, traced a second time; `None` if that trace has equal operations
+    find_reference: _FindDerivative  # returns `reference`
 
     @cached_property
     def reference(self) -> Derivative | UnavailableError:
@@ -169,42 +103,27 @@ class ForwardMode(ADMode):
 
 @dataclass(frozen=True)
 class Derivatives:
-    """A problem's function and its derivatives, staged to jaxprs if that is possible.
+    """A problem's function and its derivatives, staged to jaxprs if that is possible."""
 
-    Attributes:
-      is_traced: whether they are staged; otherwise they are Python code that runs at every evaluation.
-      inputs: the leaves with respect to which the function is differentiated.
-      outputs: the outputs that have a derivative.
-      stopped: the floating-point and complex outputs that have none.
-      output_indices: the indices of `outputs` among both.
-      primal: maps inputs to `outputs`, or to `stopped` if there are no others.
-      target: as `primal`, the function whose values finite differences use.
-      call: the function itself, not staged; maps inputs to outputs.
-      reverse: reverse mode.
-      forward: forward mode.
-      functions: the Functions whose rules the references bypass.
-      has_unknown_code: whether values or derivatives may depend on which inputs and outputs have a tangent or a
-        cotangent, or on whether they are batched.
-      casts: gradients that were returned in another dtype than their input's, as (location, dtype, input's dtype).
-      without_gradient: differentiated inputs for which `backward` returned `None`, as (method, input).
-      precision: the relative spacing of the coarsest floating-point type that the function computes in.
-    """
-
-    is_traced: bool
-    inputs: tuple[Leaf, ...]
-    outputs: tuple[Leaf, ...]
-    stopped: tuple[Leaf, ...]
-    output_indices: Sequence[int]
-    primal: LeafFunction
-    target: LeafFunction
-    call: LeafFunction
-    reverse: ADMode
-    forward: ADMode
-    functions: list[Any]
+    is_traced: bool  # whether they are staged; otherwise they are Python code that runs at every evaluation
+    inputs: tuple[Leaf, ...]  # the leaves with respect to which the function is differentiated
+    outputs: tuple[Leaf, ...]  # the outputs that have a derivative
+    stopped: tuple[Leaf, ...]  # the floating-point and complex outputs that have none
+    output_indices: Sequence[int]  # the indices of `outputs` among both
+    primal: LeafFunction  # maps inputs to `outputs`, or to `stopped` if there are no others
+    target: LeafFunction  # as `primal`, the function whose values finite differences use
+    call: LeafFunction  # the function itself, not staged; maps inputs to outputs
+    reverse: ADMode  # reverse mode
+    forward: ADMode  # forward mode
+    functions: list[Any]  # the Functions whose rules the references bypass
+    # whether values or derivatives may depend on which inputs and outputs have a tangent or a cotangent, or on whether
+    # they are batched
     has_unknown_code: bool
+    # gradients that were returned in another dtype than their input's, as (location, dtype, input's dtype)
     casts: list[tuple[str, str, str]]
+    # differentiated inputs for which `backward` returned `None`, as (method, input)
     without_gradient: list[tuple[str, str]]
-    precision: float
+    precision: float  # the relative spacing of the coarsest floating-point type that the function computes in
 
     @property
     def mesh_axes(self) -> dict[str, int]:
@@ -289,7 +208,7 @@ def _derive(
         reverse=ReverseMode(outputs, problem.inputs, *of_reverse),
         forward=ForwardMode(problem.inputs, outputs, *of_forward),
         functions=list(bypassing.functions) or list(monitor.functions),
-        has_unknown_code=monitor.reads_perturbation or _has_unknown_code(primal, own[1]),
+        has_unknown_code=monitor.reads_perturbation or _has_unknown_code(primal, own[1], monitor.functions),
         casts=list(monitor.casts),
         without_gradient=list(monitor.without_gradient),
         precision=precision,
@@ -308,15 +227,6 @@ def _references(
     """Returns functions that find the references of reverse and of forward mode.
 
     Forward mode is traced here, reverse mode at the first call, as it is rarely needed.
-
-    Args:
-      problem: the problem.
-      tracer: stages the derivatives.
-      without_rules: the function without its rule.
-      outputs: its differentiable outputs.
-      reverse: whether reverse mode is checked.
-      monitor: has monitored the calls of the function.
-      bypassing: monitors those of `without_rules`.
     """
     columns = tracer.derivative(forward_derivative(without_rules), problem.inputs)
     rows = cache(lambda: tracer.derivative(jacobian_rows(without_rules), outputs) if reverse else _UNCHECKED)
@@ -341,15 +251,18 @@ _MONITORED = (LAX_PRIMITIVES | identity_primitives | subjaxpr_rules.keys()) - _U
 _FOLDER = os.path.dirname(conjugate.__code__.co_filename)
 
 
-def _has_unknown_code(primal: LeafFunction, forward_rule: object) -> bool:
-    """Whether there is code, other than that of monitored methods, that may see what is differentiated or batched."""
+def _has_unknown_code(primal: LeafFunction, forward_rule: object, functions: Iterable[Any]) -> bool:
+    """Whether there is code, other than that of monitored Functions, that may see what is differentiated or batched."""
     if not isinstance(primal, JaxprFunction):
         return True
+    codes = [getattr(function.forward, "__code__", None) for function in functions]
+    locations = {(code.co_filename, code.co_firstlineno) for code in codes if code is not None}
 
     def is_unknown(eqn: Any) -> bool:
         if eqn.primitive in HAVE_RULES:
             called, _ = open_jaxpr(eqn.params["call_jaxpr"])
-            if os.path.dirname(called.debug_info.func_filename or "") == _FOLDER:  # a call of a Function
+            source = called.debug_info.func_filename or "", called.debug_info.func_lineno
+            if source in locations or os.path.dirname(source[0]) == _FOLDER:  # a call of a Function
                 return False
         return eqn.params.get("symbolic_zeros") or not is_any_of(eqn, _MONITORED)
 

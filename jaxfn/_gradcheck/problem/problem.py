@@ -11,14 +11,11 @@ from typing import Any, cast
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.tree_util import keystr, tree_flatten_with_path, tree_unflatten
 
-from jaxfn._check.arguments import function_name, named_leaves
+from jaxfn._check.arguments import Arguments, as_double, flatten_arguments, function_name, output_arrays
+from jaxfn._check.modes import LeafFunction
 from jaxfn._traces import is_ref
-from jaxfn._tree import double, is_array_leaf, is_inexact
-
-# A function of arrays that returns a list of arrays.
-LeafFunction = Callable[..., list[Any]]
+from jaxfn._tree import double, is_array_leaf, is_inexact, replace_at
 
 
 @dataclass(frozen=True)
@@ -26,16 +23,11 @@ class Leaf:
     """An array leaf of the inputs or the outputs.
 
     A complex array of `size` elements has `2 * size` real components: first all real parts, then all imaginary ones.
-
-    Attributes:
-      name: the name in reports.
-      shape: the shape.
-      dtype: `float64` or `complex128`.
     """
 
-    name: str
-    shape: tuple[int, ...]
-    dtype: np.dtype[Any]
+    name: str  # the name in reports
+    shape: tuple[int, ...]  # the shape
+    dtype: np.dtype[Any]  # `float64` or `complex128`
 
     @cached_property
     def is_complex(self) -> bool:
@@ -58,35 +50,20 @@ class Leaf:
 
 @dataclass
 class Problem:
-    """A function, and the point at which it is differentiated.
+    """A function, and the point at which it is differentiated."""
 
-    Attributes:
-      name: the function's name.
-      call: the function itself.
-      target: the function whose derivative the rule should be, and whose values finite differences use.
-      reference: the function for autodiff: `target`, without the rules of `jax.custom_vjp` and `jax.custom_jvp`.
-      inputs: the leaves with respect to which it is differentiated.
-      values: the values of `inputs`, in double precision.
-      describe_outputs: returns the names of the outputs of the last call, and their dtypes before the cast to double.
-      may_stop: whether an output may have no derivative, as one that is marked non-differentiable.
-      has_reference: whether `reference` is another function than `call`, even if no rule of a Function is bypassed.
-    """
-
-    name: str
-    call: LeafFunction
-    target: LeafFunction
+    name: str  # the function's name
+    call: LeafFunction  # the function itself
+    target: LeafFunction  # the function whose derivative the rule should be, and whose values finite differences use
+    # the function for autodiff: `target`, without the rules of `jax.custom_vjp` and `jax.custom_jvp`
     reference: LeafFunction
-    inputs: tuple[Leaf, ...]
-    values: list[jax.Array]
+    inputs: tuple[Leaf, ...]  # the leaves with respect to which it is differentiated
+    values: list[jax.Array]  # the values of `inputs`, in double precision
+    # returns the names of the outputs of the last call, and their dtypes before the cast to double
     describe_outputs: Callable[[], list[tuple[str, Any]]]
-    may_stop: bool = True
+    may_stop: bool = True  # whether an output may have no derivative, as one that is marked non-differentiable
+    # whether `reference` is another function than `call`, even if no rule of a Function is bypassed
     has_reference: bool = False
-
-
-def as_double(array: Any) -> jax.Array:
-    """Returns an inexact array in double precision (in single precision without x64), any other unchanged."""
-    array = jnp.asarray(array)
-    return array.astype(jax.dtypes.canonicalize_dtype(double(array.dtype))) if is_inexact(array.dtype) else array
 
 
 def make_problem(
@@ -97,50 +74,44 @@ def make_problem(
 ) -> Problem:
     """Makes a problem of a function and its inputs.
 
-    Args:
-      func: any callable.
-      inputs: a tuple of positional arguments, or the only argument.
-      argnums: the arguments to differentiate with respect to. Default: every inexact array leaf of all arguments.
-      surrogate: the function whose derivative the rule should be. Default: `func`.
-
     Raises:
       ValueError: nothing is differentiable, or `argnums` names an argument that is missing or not differentiable.
     """
-    named, tree, chosen = named_leaves(func, inputs, argnums)
-    leaves: list[Any] = []  # of all arguments; the differentiated ones will be replaced
-    positions: list[int] = []
-    described: list[Leaf] = []
-    for argument, name, leaf in named:
-        if is_array_leaf(leaf) and is_ref(leaf):
-            raise TypeError(
-                f"{name} is a jax.Ref. The function may write to it, so it cannot be run "
-                "again and again: make the Ref inside the function."
-            )
-        is_number = argnums is not None and argument in chosen and type(leaf) in (float, complex)
+    warned: list[str] = []
+
+    def in_double_precision(name: str, leaf: Any, is_differentiated: bool) -> Any:
+        is_number = is_differentiated and argnums is not None and type(leaf) in (float, complex)
         if not (is_number or is_array_leaf(leaf)):
-            leaves.append(leaf)
-            continue
-        array = as_double(leaf)
-        if argument in chosen and is_inexact(array.dtype):
-            _warn_of_precision(name, leaf)
-            positions.append(len(leaves))
-            described.append(Leaf(name, array.shape, double(array.dtype)))
-        leaves.append(array)
-    _require_differentiable(argnums, chosen, [named[i][0] for i in positions])
-    outputs: list[list[tuple[str, Any]]] = [[]]
+            return leaf
+        if is_ref(leaf):
+            raise TypeError(
+                f"{name} is a jax.Ref. The function may write to it, so it cannot be run again and again: make the Ref "
+                "inside the function."
+            )
+        dtype = getattr(leaf, "dtype", None)
+        if is_differentiated and dtype is not None and is_inexact(dtype) and double(dtype) != dtype:
+            warned.append(
+                f"{name} is {dtype}, which is not double precision. gradcheck converts it and computes in double "
+                "precision; a function that converts it back will likely fail the check."
+            )
+        return as_double(leaf)
+
+    arguments = flatten_arguments(func, inputs, argnums, in_double_precision)
+    _require_differentiable(argnums, arguments)
+    for message in warned:
+        warnings.warn(message, stacklevel=3)
+    indices, outputs = arguments.differentiated, [list[tuple[str, Any]]()]
 
     def flat(function: Callable[..., Any]) -> LeafFunction:
         def call(*values: Any) -> list[jax.Array]:
-            merged = list(leaves)
-            for position, value in zip(positions, values, strict=True):
-                merged[position] = value
-            returned = function(*tree_unflatten(tree, merged))
-            outputs[0], arrays = _inexact_outputs(returned)
-            return arrays
+            returned = output_arrays(arguments.call(function, replace_at(indices, arguments.values, values)))
+            inexact = [(name, y) for name, y in returned if is_inexact(jnp.result_type(y))]
+            outputs[0] = [(name, jnp.result_type(y)) for name, y in inexact]
+            return [as_double(y) for _, y in inexact]
 
         return call
 
-    values = [leaves[i] for i in positions]
+    values = [arguments.values[i] for i in indices]
     call = flat(func)
     target = call if surrogate is None else flat(surrogate)
     # The rules of custom_vjp and custom_jvp are removed here; `CallMonitor.bypass_rules` removes those of Functions.
@@ -151,51 +122,20 @@ def make_problem(
         call,
         target,
         reference,
-        tuple(described),
+        tuple(Leaf(arguments.names[i], x.shape, double(x.dtype)) for i, x in zip(indices, values, strict=True)),
         values,
         lambda: outputs[0],
         has_reference=has_rule or surrogate is not None,
     )
 
 
-def _require_differentiable(argnums: int | Sequence[int] | None, chosen: frozenset[int], found: Sequence[int]) -> None:
-    missing = sorted(chosen - set(found))
+def _require_differentiable(argnums: int | Sequence[int] | None, arguments: Arguments) -> None:
+    owners = {arguments.owners[i] for i in arguments.differentiated}
+    missing = sorted(arguments.chosen - owners)
     if argnums is not None and missing:
         raise ValueError(f"argnums names input {missing[0]}, which has no floating or complex array")
-    if not found:
+    if not owners:
         raise ValueError(
             "gradcheck expects at least one floating or complex array among its inputs, to differentiate with respect "
             "to. Python numbers are static: make them arrays, or name their argument in argnums."
         )
-
-
-def _warn_of_precision(name: str, leaf: Any) -> None:
-    dtype = getattr(leaf, "dtype", None)
-    if dtype is not None and double(dtype) != dtype:
-        warnings.warn(
-            f"{name} is {dtype}, which is not double precision. gradcheck converts it and computes in double "
-            "precision; a function that converts it back will likely fail the check.",
-            stacklevel=4,
-        )
-
-
-def _inexact_outputs(returned: Any) -> tuple[list[tuple[str, Any]], list[jax.Array]]:
-    """Returns names and original dtypes, and double-precision values, of the inexact leaves of a function's result."""
-    several = isinstance(returned, tuple)
-    described: list[tuple[str, Any]] = []
-    arrays: list[jax.Array] = []
-    for path, leaf in tree_flatten_with_path(returned)[0]:
-        if not (is_array_leaf(leaf) or type(leaf) in (float, complex)):
-            continue
-        dtype = jnp.result_type(leaf)
-        if not is_inexact(dtype):
-            continue
-        name, rest = (f"output {_position(path[0])}", path[1:]) if several else ("output 0", path)
-        described.append((name + keystr(rest), dtype))
-        arrays.append(as_double(leaf))
-    return described, arrays
-
-
-def _position(key: Any) -> str:
-    """Returns the index or name of an entry of a tuple or namedtuple."""
-    return str(getattr(key, "idx", getattr(key, "name", key)))

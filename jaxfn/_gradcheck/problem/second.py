@@ -9,17 +9,15 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from jaxfn._check.arguments import as_double
 from jaxfn._check.draws import draw
-from jaxfn._gradcheck.problem.derivatives import available, derive, restrict_outputs, reverse_derivative
-from jaxfn._gradcheck.problem.problem import Leaf, LeafFunction, Problem, as_double
+from jaxfn._check.modes import LeafFunction, restrict_outputs, reverse_derivative
+from jaxfn._gradcheck.problem.derivatives import available, derive
+from jaxfn._gradcheck.problem.problem import Leaf, Problem
 
 
 def second_order(problem: Problem, grad_outputs: Any) -> Problem:
     """Returns the problem whose function is the first-order gradient.
-
-    Args:
-      problem: the problem of the function itself.
-      grad_outputs: an array for each differentiable output, or `None` for random ones.
 
     Raises:
       UnavailableError: the function has no gradient.

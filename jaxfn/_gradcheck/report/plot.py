@@ -11,10 +11,6 @@ import numpy as np
 def draw(matrices: Mapping[str, np.ndarray[Any, Any]], of_input: str, of_output: str) -> Any:
     """Returns a figure of the analytic Jacobian, the reference, and their difference.
 
-    Args:
-      matrices: the Jacobians "analytic", and "numeric" or "autodiff"; empty for a Jacobian too large to be stored.
-      of_input, of_output: the names of the input and the output.
-
     Raises:
       ValueError: `matrices` is empty.
     """

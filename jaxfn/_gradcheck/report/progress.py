@@ -9,12 +9,7 @@ _SECONDS_BEFORE_SHOWN = 2.0
 
 
 class Progress:
-    """A counter of the steps of a check, shown by tqdm after two seconds if tqdm is installed.
-
-    Args:
-      title: the check.
-      unit: the steps, in the plural.
-    """
+    """A counter of the steps of a check, shown by tqdm after two seconds if tqdm is installed."""
 
     def __init__(self, title: str, unit: str) -> None:
         self._title = title

@@ -9,10 +9,18 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from jaxfn._check.reports import CheckError, CheckReport, aligned, preformatted, small
+from jaxfn._check.reports import (
+    CheckError,
+    CheckReport,
+    Entry,
+    Number,
+    Row,
+    entry_table,
+    preformatted,
+    show_index,
+    small,
+)
 from jaxfn._gradcheck.report.plot import draw
-
-Number = float | complex
 
 
 class GradcheckError(CheckError):
@@ -42,33 +50,25 @@ class GradcheckError(CheckError):
 
 
 @dataclass(frozen=True)
-class Entry:
-    """One wrong entry of a Jacobian.
+class JacobianEntry(Entry):
+    """A wrong entry of a Jacobian.
 
     Attributes:
-      output_index, input_index: the indices of the elements of output and input.
+      input_index: the index of the element of the input; `index` is that of the output.
       part: the part of a complex output that is differentiated, "real" or "imaginary" (in forward mode, the part of a
         complex input); empty for real arrays.
-      analytic: the value by the function's rule.
       numeric: the value by finite differences, or `None`.
       autodiff: the value by autodiff of the function without its rule, or `None` if that is not possible.
-      absolute_error, relative_error: the distance of `analytic` from the reference that decides.
-      tolerance: the largest absolute error that is allowed.
     """
 
-    output_index: tuple[int, ...]
     input_index: tuple[int, ...]
     part: str
-    analytic: Number
     numeric: Number | None
     autodiff: Number | None
-    absolute_error: float
-    relative_error: float
-    tolerance: float
 
 
-@dataclass
-class Mismatch:
+@dataclass(kw_only=True)
+class Mismatch(Row):
     """The derivative of one output with respect to one input is wrong.
 
     Attributes:
@@ -76,21 +76,20 @@ class Mismatch:
       output, input: the names of both, with paths into pytrees.
       output_shape, input_shape: the shapes of both.
       count, total: the number of wrong entries, and of all; of random projections in fast mode.
-      entries: the worst few entries.
       kind: the kind of mistake, if the Jacobian shows it clearly.
       matrices: the whole Jacobian as "analytic", "numeric" and "autodiff", if it is small.
     """
 
-    check: str
     output: str
     input: str
     output_shape: tuple[int, ...]
     input_shape: tuple[int, ...]
-    count: int
-    total: int
-    entries: list[Entry] = field(default_factory=list[Entry])
     kind: str | None = None
     matrices: dict[str, np.ndarray[Any, Any]] = field(default_factory=dict[str, np.ndarray[Any, Any]])
+
+    def __post_init__(self) -> None:
+        self.passed = False
+        self.what = f"{self.output} {self.output_shape} with respect to {self.input} {self.input_shape}"
 
 
 @dataclass(repr=False, eq=False)
@@ -164,27 +163,18 @@ class GradcheckReport(CheckReport):
 
 
 def _mismatch_lines(mismatch: Mismatch) -> list[str]:
-    where = f"{mismatch.output} {mismatch.output_shape} with respect to {mismatch.input} {mismatch.input_shape}"
     name = "backward" if mismatch.check == "backward" else "forward-mode derivative"
-    lines = [f"wrong {name} of {where}: {mismatch.count:,} of {mismatch.total:,} entries"]
+    lines = [f"wrong {name} of {mismatch.what}: {mismatch.count:,} of {mismatch.total:,} entries"]
     if mismatch.kind:
         lines.append(f"  looks like: {mismatch.kind}")
-    if mismatch.entries:
-        lines += [f"  {line}" for line in _table(mismatch.entries)]
-    return lines
+    return lines + (entry_table(_HEADER, list(map(_cells, mismatch.entries)), "  ") if mismatch.entries else [])
 
 
-def _table(entries: list[Entry]) -> list[str]:
-    """Returns the entries in aligned columns, without columns that are empty."""
-    table = [["output", "input", "analytic", "numeric", "autodiff", "error", "relative", "tolerance"]]
-    for e in entries:
-        index = f"{_index(e.output_index)}{' ' + e.part if e.part else ''}"
-        values = ["" if v is None else f"{v:.7g}" for v in (e.analytic, e.numeric, e.autodiff)]
-        errors = map(small, (e.absolute_error, e.relative_error, e.tolerance))
-        table.append([index, _index(e.input_index), *values, *errors])
-    columns = [column for column in zip(*table, strict=True) if any(column[1:])]
-    return aligned(list(zip(*columns, strict=True)), to_the_right=range(len(columns)))
+_HEADER = ["output", "input", "analytic", "numeric", "autodiff", "error", "relative", "tolerance"]
 
 
-def _index(index: tuple[int, ...]) -> str:
-    return f"[{', '.join(map(str, index))}]"
+def _cells(e: JacobianEntry) -> list[str]:
+    index = f"{show_index(e.index)}{' ' + e.part if e.part else ''}"
+    values = ["" if v is None else f"{v:.7g}" for v in (e.value, e.numeric, e.autodiff)]
+    relative = e.error / abs(e.expected) if e.expected else float("inf")
+    return [index, show_index(e.input_index), *values, *map(small, (e.error, relative, e.allowed))]
