@@ -19,6 +19,7 @@ from jaxfn._compat import VmapAxis, make_identity, make_primitive, new_owner, ze
 from jaxfn._diagnostics import hide_own_frames
 from jaxfn._jaxpr import identity_primitives, shares_batch, subjaxpr_rules, traced_impl
 from jaxfn._mesh_types import pcast_like
+from jaxfn._observe import LOGS, log_effects
 from jaxfn._tree import as_array, is_inexact, replace_at
 
 
@@ -130,6 +131,7 @@ linear_map_p = make_primitive(
     "linear_map",
     evaluate=_evaluate_linear_map,
     avals=_linear_map_avals,
+    effects=lambda **_: log_effects(LOGS.value),  # of the user's `jvp`,
     jvp=_linear_map_jvp,
     batch=_batch_linear_map,
     transpose=_transpose_linear_map,
