@@ -8,7 +8,6 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar, cast
 
 import jax
-import numpy as np
 
 from jaxfn._observe import log, record_perturbation_read
 from jaxfn._signature import InputNames

@@ -316,7 +316,7 @@ class Differentiation:
             cotangents, forward_pass.output_avals, forward_pass.materialize_grads
         )
         with spec.scope("backward"):
-            state, ctx = self._restore_ctx(residuals)
+            _, ctx = self._restore_ctx(residuals)
             returned = self._methods(residuals).backward(ctx, grad_outputs)
             try:
                 gradients = input_cotangents(spec.name, spec.inputs, returned, forward_pass.input_avals, self.flags)

@@ -212,8 +212,8 @@ class _Search(EqnInterpreter):
         self._num_evaluated = 0
         self._constants: dict[int, _Value] = {}  # by the id of the array
         self._labelled: list[tuple[int, Label, _Value]] = []
-        arguments = [self._passed_in(x, name, i - len(arrays)) for i, (x, name) in enumerate(zip(arrays, names))]
-        super().__init__(jaxpr, consts, arguments)
+        orders = range(-len(arrays), 0)
+        super().__init__(jaxpr, consts, list(map(self._passed_in, arrays, names, orders)))
 
     def _passed_in(self, array: Any, name: str, order: float) -> _Value:
         bad = _first_non_finite(array)
