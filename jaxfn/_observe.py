@@ -73,8 +73,8 @@ class Label(NamedTuple):
 
     function: str
     method: str  # "forward", "backward" or "jvp": the method that takes or returns the array
-    role: str  # "input", "output", "saved", "grad_output", "gradient", or "tangent"
-    name: str  # of the parameter, output, saved or logged value
+    role: str  # "input", "output", "saved", "grad_output", "gradient" or "tangent"
+    name: str  # of the parameter, output or saved value
     source: str = ""  # "input", "output" or "intermediate", for a saved array
     is_packed: bool = False  # whether saved-tensor hooks have packed it
 
@@ -150,6 +150,18 @@ def _record(value: Any, *, name: str, target: LogTarget) -> list[Any]:
     return []
 
 
+def _no_results(*_: Any, **params: Any) -> list[Any]:
+    return []
+
+
+def _log_jvp(primals: Sequence[Any], _: Sequence[Any], **params: Any) -> tuple[list[Any], list[Any]]:
+    return log_p.bind(*primals, **params), []
+
+
+def _transpose_log(*_: Any, **params: Any) -> list[None]:
+    return [None]
+
+
 def _batch_log(
     axis: VmapAxis, operands: Sequence[Any], dims: Sequence[int], **params: Any
 ) -> tuple[list[Any], Sequence[Any]]:
@@ -171,10 +183,10 @@ def log_effects(target: LogTarget | None, **_: Any) -> Collection[Any]:
 log_p = make_primitive(
     "log",
     evaluate=_record,
-    avals=lambda *_, **params: [],
+    avals=_no_results,
     effects=log_effects,
-    jvp=lambda primals, tangents, **params: (log_p.bind(*primals, **params), []),
+    jvp=_log_jvp,
     batch=_batch_log,
-    transpose=lambda cotangents, value, **params: [None],
+    transpose=_transpose_log,
     runs_user_code=True,
 )

@@ -171,7 +171,7 @@ class _NonFinite(NamedTuple):
 
     kind: str
     shape: tuple[int, ...]
-    index: tuple[int, ...]
+    indices: tuple[int, ...]
 
 
 def _first_non_finite(value: Any) -> _NonFinite | None:
@@ -204,6 +204,10 @@ class _Value(NamedTuple):
     bad: _NonFinite | None = None
     origin: _Origin | None = None  # an infinity that is passed in or a literal has none
 
+    @property
+    def kind(self) -> str:
+        return "" if self.bad is None else self.bad.kind
+
 
 class _Search(EqnInterpreter):
     """An evaluation that passes on with each value that is not finite its earliest origin."""
@@ -217,8 +221,7 @@ class _Search(EqnInterpreter):
 
     def _passed_in(self, array: Any, name: str, order: float) -> _Value:
         bad = _first_non_finite(array)
-        is_nan = bad is not None and bad.kind == "nan"
-        return _Value(array, bad, _Origin(order, bad, name) if is_nan else None)
+        return _Value(array, bad, _Origin(order, bad, name) if bad is not None and bad.kind == "nan" else None)
 
     def constant(self, array: Any) -> _Value:
         if id(array) not in self._constants:
@@ -246,9 +249,9 @@ class _Search(EqnInterpreter):
             return _Value(array)
         if eqn is not None and eqn.primitive is jax.lax.select_n_p:
             which = np.asarray(operands[0].array)
-            operands = [operands[1 + int(which[bad.index] if which.ndim else which)]]
-        sources = [x for x in operands if x.bad is not None]
-        nans = [x for x in sources if x.bad.kind == "nan"] if bad.kind == "nan" else []
+            operands = [operands[1 + int(which[bad.indices] if which.ndim else which)]]
+        sources = [x for x in operands if x.kind]
+        nans = [x for x in sources if x.kind == bad.kind == "nan"]
         origins = [x.origin for x in nans or sources if x.origin is not None]
         if eqn is not None and (not sources or (bad.kind == "nan" and not nans)):
             origins.append(_Origin(self._num_evaluated, bad, "", eqn, tuple(self.enclosing)))
@@ -256,11 +259,10 @@ class _Search(EqnInterpreter):
 
     def origin(self) -> NanOrigin | None:
         """Returns the earliest origin that reaches a result, or else an array that a Function takes or returns."""
-        bad = [x for x in self.results if x.bad is not None]
-        nans = [x for x in bad if x.bad.kind == "nan"]  # an infinite result may be intended
-        for values in (nans or bad, *([x] for _, _, x in self._labelled)):
+        nans = [x for x in self.results if x.kind == "nan"]  # otherwise, an infinite result may be intended
+        for values in (nans or self.results, *([x] for _, _, x in self._labelled)):
             # A NaN in a constant is no origin of an infinity.
-            origins = [x.origin for x in values if x.origin and (x.origin.order < math.inf or x.bad.kind == "nan")]
+            origins = [x.origin for x in values if x.origin and (x.origin.order < math.inf or x.kind == "nan")]
             if origins:
                 return self._described(min(origins, key=lambda origin: origin.order))
         return None
@@ -291,7 +293,7 @@ class _Search(EqnInterpreter):
         """Returns the name of the method's first value that is not finite, after the origin."""
         for order, label, value in self._labelled:
             is_of_method = (label.function, label.method) == (function, method) and label.role in _ROLES
-            if order > origin.order and is_of_method and value.bad is not None:
+            if order > origin.order and is_of_method and value.kind:
                 return _ROLES[label.role].format(name=label.name)
         return ""
 

@@ -8,6 +8,7 @@ operation and is compiled as a whole, as JAX rejects a custom_vjp inside an eage
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import jax
@@ -32,9 +33,7 @@ class EqnInterpreter:
       results: the values of the outputs.
     """
 
-    def __init__(
-        self, jaxpr: Any, consts: Sequence[Any], arguments: Sequence[Any], visit: Visit = lambda *_: None
-    ) -> None:
+    def __init__(self, jaxpr: Any, consts: Sequence[Any], arguments: Sequence[Any], visit: Visit | None = None) -> None:
         self.enclosing: list[tuple[Any, str]] = []
         self._visit = visit
         self._shard_maps: dict[int, Callable[..., Sequence[Any]]] = {}  # compiled, by the id of their eqn
@@ -57,7 +56,7 @@ class EqnInterpreter:
         if eqn.primitive.name != "shard_map":
             return eval_eqn(eqn, operands)
         if id(eqn) not in self._shard_maps:  # an enclosing loop evaluates the eqn at every step
-            self._shard_maps[id(eqn)] = jax.jit(lambda *operands: list(eval_eqn(eqn, operands)))
+            self._shard_maps[id(eqn)] = jax.jit(partial(_eval, eqn))
         return self._shard_maps[id(eqn)](*operands)
 
     def _run(self, jaxpr: Any, consts: Sequence[Any], arguments: Sequence[Any]) -> list[Any]:
@@ -68,7 +67,8 @@ class EqnInterpreter:
                     results = self._run_subjaxprs(eqn, inner, operands)
             else:
                 results = self.operation(eqn, operands)
-            self._visit(eqn, operands, results)
+            if self._visit is not None:
+                self._visit(eqn, operands, results)
             return results
 
         values = list(map(self.constant, consts))
@@ -116,6 +116,10 @@ class EqnInterpreter:
             carry = self._run_sub(eqn, body, [*of_body, *carry], f"while: step {step}")
             step += 1
         return carry
+
+
+def _eval(eqn: Any, *operands: Any) -> list[Any]:
+    return list(eval_eqn(eqn, operands))
 
 
 def _split(operands: list[Any], first: int, second: int) -> tuple[list[Any], list[Any], list[Any]]:

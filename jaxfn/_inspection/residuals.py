@@ -326,9 +326,8 @@ class _Passes:
         self._arguments = dict(zip(self._forward.invars, names, strict=True))
 
         def backward(saved: Sequence[Any], cotangents: Sequence[Any]) -> Any:
-            filled = [
-                ct if ct is not None else _no_cotangent(v.aval) for ct, v in zip(cotangents, outputs, strict=True)
-            ]
+            zeros = [np.zeros(v.aval.shape, jax.float0) for v in outputs]
+            filled = [zero if ct is None else ct for ct, zero in zip(cotangents, zeros, strict=True)]
             pullback: Any = jax.tree_util.tree_unflatten(pullback_tree, saved)
             return pullback(jax.tree_util.tree_unflatten(output_tree, filled))
 
@@ -397,10 +396,6 @@ def _is_inexact_number(leaf: Any) -> bool:
 
 def _like(aval: Any) -> Any:
     return jax.ShapeDtypeStruct(aval.shape, aval.dtype, weak_type=aval.weak_type)
-
-
-def _no_cotangent(aval: Any) -> Any:
-    return np.zeros(aval.shape, jax.float0)
 
 
 # Primitives that only move or rename their operands.
