@@ -51,7 +51,7 @@ LOGS: Any = jax.make_user_context(default_value=None)
 
 
 class LogTarget(NamedTuple):
-    """Where logged values go: part of the key of jit's cache, so not the list of values itself.
+    """A reference to the open log: the log itself must not be part of the key of jit's cache.
 
     Attributes:
       number: a number that no other open `logged` has.

@@ -261,7 +261,7 @@ class _Search(EqnInterpreter):
         """Returns the earliest origin that reaches a result, or else an array that a Function takes or returns."""
         nans = [x for x in self.results if x.kind == "nan"]  # otherwise, an infinite result may be intended
         for values in (nans or self.results, *([x] for _, _, x in self._labelled)):
-            # A NaN in a constant is no origin of an infinity.
+            # An infinity does not come from a NaN in a constant.
             origins = [x.origin for x in values if x.origin and (x.origin.order < math.inf or x.kind == "nan")]
             if origins:
                 return self._described(min(origins, key=lambda origin: origin.order))

@@ -81,6 +81,6 @@ def logged(*, ordered: bool = True) -> Generator[dict[str, list[jax.Array]]]:
     if not logs:
         warnings.warn(
             "jaxfn.logged: nothing was logged. Functions log by ctx.log(name=value), if they run in this thread, and "
-            "not in a program that was compiled ahead of time outside of `logged`.",
+            "not in a program that was compiled ahead of time before.",
             stacklevel=3,
         )
