@@ -118,7 +118,7 @@ def marked(around):
 
 @row("K5")
 @pytest.mark.parametrize("compiled", [False, True])
-@pytest.mark.parametrize("around", map(marked, AROUND))
+@pytest.mark.parametrize("around", [*map(marked, AROUND)])
 @pytest.mark.parametrize("function, plain", [(wave, jnp.sin), (Swish.apply, jax.nn.swish)], ids=["reverse", "both"])
 def test_values_come_out_of_programs_in_their_order(function, plain, around, compiled):
     step = jax.value_and_grad(lambda x: (AROUND[around](lambda x: function(function(x)))(x) * X).sum())
@@ -138,7 +138,7 @@ def test_values_come_out_of_programs_in_their_order(function, plain, around, com
 
 
 @row("K5")
-@pytest.mark.parametrize("around", map(marked, ["nothing", "checkpoint", "jit", "vmap"]))
+@pytest.mark.parametrize("around", [*map(marked, ["nothing", "checkpoint", "jit", "vmap"])])
 def test_each_step_of_a_scan_is_an_entry(around):
     def f(x):
         return jax.lax.scan(lambda x, _: (AROUND[around](wave)(x), None), x, None, length=STEPS)[0].sum()
