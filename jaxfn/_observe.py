@@ -137,6 +137,7 @@ def log_scope() -> Any:
 
 
 def _record(value: Any, *, name: str, target: LogTarget) -> list[Any]:
+    value = as_array(value)  # a scalar may have become a literal
     impl = jax.random.key_impl(value) if is_key(value) else None
 
     def append(value: Any) -> None:
