@@ -32,7 +32,7 @@ Check it
 Look into a program
   residuals                what reverse mode saves, and which Function saved it
   find_nan                 where a NaN or an infinity first appears
-  logged, with_logs        values from inside `forward` and `backward` (`ctx.log`)
+  logged                   values from inside `forward` and `backward` (`ctx.log`)
 
 Bring torch code over
   from_torch               convert a torch Function, function or module, unchanged
@@ -67,7 +67,7 @@ if TYPE_CHECKING:
         gradgradcheck,
     )
     from jaxfn._inspection.find_nan import NanOrigin, find_nan
-    from jaxfn._inspection.logs import logged, with_logs
+    from jaxfn._inspection.logs import logged
     from jaxfn._inspection.residuals import Residual, ResidualComparison, ResidualTable, residuals
     from jaxfn._kernelcheck import KernelcheckError, KernelReport, kernelcheck
     from jaxfn._parity.paritycheck import paritycheck, record_oracle
@@ -114,7 +114,6 @@ __all__ = [  # and ConvertedFunction, ConvertedModule and Explanation, which nee
     "residuals",
     "save_on_host",
     "saved_tensors_hooks",
-    "with_logs",
 ]
 
 __version__ = "0.1.0"
@@ -133,7 +132,7 @@ _TOOLS = {
     ),
     "jaxfn._inspection.find_nan": ("NanOrigin", "find_nan"),
     "jaxfn._check.reports": ("CheckError", "CheckReport"),
-    "jaxfn._inspection.logs": ("logged", "with_logs"),
+    "jaxfn._inspection.logs": ("logged",),
     "jaxfn._inspection.residuals": ("ResidualComparison", "ResidualTable", "Residual", "residuals"),
     "jaxfn._kernelcheck": ("KernelReport", "KernelcheckError", "kernelcheck"),
     "jaxfn._parity.paritycheck": ("paritycheck", "record_oracle"),

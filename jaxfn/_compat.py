@@ -10,12 +10,11 @@ import contextlib
 import copy
 import functools
 import os
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Collection, Generator, Sequence
 from typing import Any
 
 import jax
 import numpy as np
-from jax.experimental.layout import Format
 from jax.extend.core import Jaxpr
 from jax.extend.core import Primitive as Primitive
 from jax.extend.core.primitives import add_jaxvals_p as add_jaxvals_p
@@ -106,6 +105,7 @@ def make_primitive(
     jvp: Callable[..., tuple[Sequence[Any], Sequence[Any]]],
     batch: Callable[..., tuple[Sequence[Any], Sequence[int | None]]],
     avals: Callable[..., Sequence[Any]] | None = None,
+    effects: Callable[..., Collection[Any]] | None = None,
     transpose: Callable[..., Sequence[Any]] | None = None,
     partial_eval_in_checkpoint: Callable[..., Any] | None = None,
     on_transpose_error: Callable[[Exception], None] | None = None,
@@ -122,6 +122,7 @@ def make_primitive(
       batch: `batch(axis, operands, dims, **params)` returns the results and the axis of the batch in each. Called only
         where an operand is batched, or where collectives may use the axis by its name.
       avals: Returns the types of the results. Default: `evaluate`, for identities.
+      effects: `effects(**params)` returns the effects of `evaluate`. Default: none.
       transpose: `transpose(cotangents, *operands, **params)`, with `None` for the linear operands, returns a cotangent
         for each operand.
       partial_eval_in_checkpoint: JAX's rule for `jax.checkpoint`. Default: JAX's own.
@@ -132,7 +133,11 @@ def make_primitive(
     primitive = Primitive(name)
     primitive.multiple_results = True
     primitive.def_impl(evaluate)
-    primitive.def_abstract_eval(avals or evaluate)
+
+    def abstract_eval(*operands: Any, **params: Any) -> tuple[Sequence[Any], set[Any]]:
+        return (avals or evaluate)(*operands, **params), set(effects(**params) if effects else ())
+
+    primitive.def_effectful_abstract_eval(abstract_eval)
 
     def lower(_ctx: Any, *operands: Any, **params: Any) -> list[Any]:
         return evaluate(*operands, **params)
@@ -200,6 +205,12 @@ def make_identity(name: str, batch: Callable[..., Any]) -> Primitive:
 
     primitive = make_primitive(name, evaluate=evaluate, jvp=jvp, batch=batch, transpose=transpose)
     return primitive
+
+
+@functools.cache
+def callback_effects(ordered: bool) -> frozenset[Any]:
+    """Returns the effects of `jax.debug.callback` (0.10.0 to 0.12.0). Their types are not public."""
+    return frozenset(jax.make_jaxpr(lambda: jax.debug.callback(lambda: None, ordered=ordered))().effects)
 
 
 def _nonzero(tangent: Any) -> Any:
@@ -333,47 +344,12 @@ def keeps_constants_apart() -> bool:
     return bool(getattr(jax.config, "jax_use_simplified_jaxpr_constants", False))
 
 
-def jit_options(eqn: Any) -> dict[str, Any]:
-    """Returns the options of a `jit` eqn, for a function that returns a pair (0.10.0 to 0.12.0).
-
-    Donations are omitted: JAX compiles a staged jaxpr as a whole, and may read a donated array again.
-
-    Args:
-      eqn: A `jit` eqn.
-
-    Returns:
-      Keyword arguments of `jax.jit`, for a function of the eqn's operands. Its first result is a tuple of the eqn's
-      results; nothing is known of the second.
-    """
-    params = eqn.params
-
-    def placed(shardings: Sequence[Any], layouts: Sequence[Any]) -> tuple[Any, ...]:
-        pairs = zip(shardings, layouts, strict=True)
-        return tuple(sharding if layout is None else Format(layout, sharding) for sharding, layout in pairs)
-
-    return {
-        "in_shardings": placed(params["in_shardings"], params["in_layouts"]),
-        "out_shardings": (placed(params["out_shardings"], params["out_layouts"]), None),
-        "keep_unused": params["keep_unused"],
-        "inline": params["inline"],
-        "compiler_options": dict(params["compiler_options_kvs"]) or None,
-    }
-
-
 def is_plain_jit(eqn: Any) -> bool:
     """Whether a `jit` eqn has no shardings, layouts or compiler options."""
     params = eqn.params
     options = [*params["in_shardings"], *params["out_shardings"], *params["in_layouts"], *params["out_layouts"]]
     is_placed = any(x is not None and type(x).__name__ != "UnspecifiedValue" for x in options)  # 0.10.0 to 0.12.0
     return not (is_placed or params["compiler_options_kvs"])
-
-
-def platforms_of_branches(eqn: Any) -> Sequence[tuple[str, ...] | None] | None:
-    """Returns the platforms of each branch of a `cond` eqn, `None` for a default branch (0.10.0 to 0.12.0).
-
-    `None` for a `cond` that does not choose by the platform.
-    """
-    return eqn.params.get("branches_platforms")
 
 
 def manual_axes(eqn: Any) -> frozenset[str]:

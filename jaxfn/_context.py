@@ -8,9 +8,8 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar, cast
 
 import jax
-import numpy as np
 
-from jaxfn._observe import OBSERVATION, record_perturbation_read
+from jaxfn._observe import log, record_perturbation_read
 from jaxfn._signature import InputNames
 from jaxfn._tree import is_array_leaf
 
@@ -100,7 +99,6 @@ class ContextState:
     non_differentiable: tuple[Any, ...] = ()
     dirty: tuple[Any, ...] = ()
     materialize_grads: bool = True
-    logged: Sequence[tuple[str, Any]] = ()
     python_numbers: Sequence[Any] = ()  # inputs that would be arrays if they were differentiated
 
     def __init__(self, names: InputNames, needs_input_grad: tuple[bool, ...]) -> None:
@@ -267,10 +265,10 @@ class FunctionCtx:
         self._jaxfn.dirty = inputs
 
     def log(self, **values: Any) -> None:
-        """Logs values for `jaxfn.logged()` around eager code, or `jaxfn.with_logs(f)` in any program.
+        """Logs values for `jaxfn.logged()`, each time that they are computed.
 
-        Works in `forward`, `setup_context`, `backward` and `jvp`. Outside `jaxfn.logged()` and `with_logs` it does
-        nothing and adds nothing to compiled programs. Logged values are not differentiated.
+        Works in `forward`, `setup_context`, `backward` and `jvp`. Outside `jaxfn.logged()` it does nothing and adds
+        nothing to compiled programs. Logged values are not differentiated.
 
         Args:
           **values: arrays or Python numbers, by name.
@@ -288,7 +286,8 @@ class FunctionCtx:
           ... def _(ctx, grad_output):
           ...     ctx.log(norm=jnp.linalg.norm(grad_output))
           ...     return jnp.clip(grad_output, -1, 1)
-          >>> gradient, logs = jaxfn.with_logs(jax.grad(lambda x: (3 * clipped(x)).sum()))(jnp.ones(4))
+          >>> with jaxfn.logged() as logs:
+          ...     gradient = jax.grad(lambda x: (3 * clipped(x)).sum())(jnp.ones(4))
           >>> print(logs["largest"], logs["norm"])
           [Array(1., dtype=float32)] [Array(6., dtype=float32)]
 
@@ -300,9 +299,7 @@ class FunctionCtx:
                 raise TypeError(
                     f"ctx.log(...): {name!r} is of type {type(value).__name__}; expected an array or a Python number."
                 )
-        if OBSERVATION.value is not None:
-            copies = {name: x.copy() if isinstance(x, np.ndarray) else x for name, x in values.items()}
-            self._jaxfn.logged = [*self._jaxfn.logged, *copies.items()]
+            log(name, value)
 
     def set_materialize_grads(self, value: bool) -> None:
         """Sets whether `backward` receives zeros or `None` for an output whose gradient is symbolically zero.

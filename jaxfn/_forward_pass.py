@@ -26,7 +26,7 @@ from jaxfn._hooks import PackedResiduals
 from jaxfn._jaxpr import ArrayIdentity, checkpoint_name_of
 from jaxfn._mesh_types import match_cotangents
 from jaxfn._methods import UserMethods
-from jaxfn._observe import OBSERVATION, Label, Observation, emit_logs, label_arrays, label_present, leaf_names
+from jaxfn._observe import OBSERVATION, Label, Observation, label_arrays, label_present, leaf_names
 from jaxfn._signature import InputSpec
 from jaxfn._traces import NewConstants, has_ended, is_mapped, manual_axes_here
 from jaxfn._tree import ARRAY_SPEC, TreeSpec, as_array, flatten_saved, is_inexact, is_traced
@@ -316,7 +316,7 @@ class Differentiation:
             cotangents, forward_pass.output_avals, forward_pass.materialize_grads
         )
         with spec.scope("backward"):
-            state, ctx = self._restore_ctx(residuals)
+            _, ctx = self._restore_ctx(residuals)
             returned = self._methods(residuals).backward(ctx, grad_outputs)
             try:
                 gradients = input_cotangents(spec.name, spec.inputs, returned, forward_pass.input_avals, self.flags)
@@ -325,7 +325,7 @@ class Differentiation:
             except (RuntimeError, TypeError) as error:
                 spec.methods.add_location("backward", error)
                 raise
-        return emit_logs(spec.name, "backward", state.logged, gradients) if state.logged else gradients
+        return gradients
 
     def jvp(self, residuals: Sequence[Any], tangents: Sequence[jax.Array | None]) -> list[jax.Array | None]:
         """Calls the user's `jvp`.
@@ -353,7 +353,7 @@ class Differentiation:
             except (RuntimeError, TypeError) as error:
                 spec.methods.add_location("jvp", error)
                 raise
-        return emit_logs(spec.name, "jvp", state.logged, results) if state.logged else results
+        return results
 
     def _methods(self, residuals: Residuals) -> UserMethods:
         """Returns the user's methods with the present values of captured tracers."""
@@ -448,8 +448,6 @@ def call_forward(
     if state.non_differentiable:
         marked = non_differentiable_outputs(spec.name, state, arrays, returned.originals, methods.warn_once)
         returned = returned._replace(spec=OutputSpec(returned.spec.container, returned.spec.trees, marked))
-    if state.logged:
-        returned = returned._replace(arrays=emit_logs(spec.name, "forward", state.logged, returned.arrays))
     return state, ctx, returned
 
 

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Hashable, Iterable, Sequence
-from contextvars import ContextVar
+from collections.abc import Collection, Hashable, Iterable, Sequence
+from contextlib import nullcontext
 from enum import Enum
 from typing import Any, NamedTuple
 
 import jax
+import numpy as np
 
-from jaxfn._compat import VmapAxis, make_identity
+from jaxfn._compat import VmapAxis, callback_effects, make_identity, make_primitive
 from jaxfn._jaxpr import identity_primitives
-from jaxfn._traces import is_ref
-from jaxfn._tree import TreeSpec, as_array, is_array_leaf, is_jax_type, is_traced, leaves_with_path, replace_at
+from jaxfn._traces import is_in_loop_condition, is_ref
+from jaxfn._tree import TreeSpec, as_array, is_array_leaf, is_key, is_traced, leaves_with_path, replace_at
 
 CALL_MONITOR: Any = jax.make_user_context(default_value=None)
 """Its `value` is the active `CallMonitor` of gradcheck, if any, which `with monitor.active():` sets."""
@@ -39,20 +40,32 @@ class Observation(Enum):
 
     RESIDUALS = "what backward reads of what forward saved"
     VALUES = "all arrays that pass between JAX and the methods of a Function"
-    LOGS = "the values that `ctx.log` receives"
-    EAGER_LOGS = "the values that `ctx.log` receives in eager code"
 
 
 # A user context is thread-local and part of the key of jit's cache: a program is traced again, with its labels.
 OBSERVATION: Any = jax.make_user_context(default_value=None)
 """Its `value` is the active `Observation`, if any: then Functions label arrays, by an identity that lowers away."""
 
-LOG_DEPTH: Any = jax.make_user_context(default_value=0)
-"""Its `value` is the number of enclosing `with_logs`. Each takes what is logged inside it and not in an inner one."""
+LOGS: Any = jax.make_user_context(default_value=None)
+"""Its `value` is the active `LogTarget`, if any: then `ctx.log` stages a callback."""
 
-# Not part of that key: each log would retrace all programs, and caches would store its values.
-LOG: ContextVar[dict[str, list[Any]] | None] = ContextVar("log", default=None)
-"""By name, the values that were logged in eager code, in the order of the calls."""
+
+class LogTarget(NamedTuple):
+    """A reference to the open log: the log itself must not be part of the key of jit's cache.
+
+    Attributes:
+      number: a number that no other open `logged` has.
+      ordered: whether the callbacks of a program run in its order.
+      is_in_loop_condition: whether a Function is called in the condition of a `while` loop.
+    """
+
+    number: int
+    ordered: bool
+    is_in_loop_condition: bool = False
+
+
+open_logs: dict[int, dict[str, list[Any]]] = {}
+"""By the number of the target, the values that were logged, by name, in the order in which they came."""
 
 
 class Label(NamedTuple):
@@ -60,11 +73,10 @@ class Label(NamedTuple):
 
     function: str
     method: str  # "forward", "backward" or "jvp": the method that takes or returns the array
-    role: str  # "input", "output", "saved", "grad_output", "gradient", "tangent" or "log"
-    name: str  # of the parameter, output, saved or logged value
+    role: str  # "input", "output", "saved", "grad_output", "gradient" or "tangent"
+    name: str  # of the parameter, output or saved value
     source: str = ""  # "input", "output" or "intermediate", for a saved array
     is_packed: bool = False  # whether saved-tensor hooks have packed it
-    log_depth: int = 0  # the number of enclosing `with_logs`, of which the innermost takes a logged value
 
 
 def line_name(line: str) -> str:
@@ -84,13 +96,9 @@ def label_arrays(arrays: Sequence[Any], labels: Sequence[Hashable]) -> list[Any]
 
 
 def _batch_label(
-    axis: VmapAxis, operands: Sequence[Any], dims: Sequence[Any], *, labels: Any, num_arrays: int
+    axis: VmapAxis, operands: Sequence[Any], dims: Sequence[Any], **params: Any
 ) -> tuple[list[Any], Sequence[Any]]:
-    values = [
-        x if d is None else axis.to_axis_0(x, d) for x, d in zip(operands[num_arrays:], dims[num_arrays:], strict=True)
-    ]
-    arrays = operands[:num_arrays]
-    return label_p.bind(*arrays, *values, labels=labels, num_arrays=num_arrays), dims[:num_arrays]
+    return label_p.bind(*operands, **params), dims
 
 
 label_p = make_identity("label", _batch_label)
@@ -113,31 +121,73 @@ def leaf_names(names: Iterable[str], trees: Sequence[TreeSpec]) -> list[str]:
     return found
 
 
-def emit_logs(function: str, method: str, logged: Sequence[tuple[str, Any]], results: list[Any]) -> list[Any]:
-    """Emits the values that a method logged; returns its results, to which a traced program attaches those values."""
-    log = LOG.get() if OBSERVATION.value is Observation.EAGER_LOGS else None
-    if log is not None:
-        for name, value in logged:
-            # A Python number raises too: a compiled program, which runs without Python, could not log it.
-            if any(map(is_traced, [value, *results])):
-                raise RuntimeError(
-                    f"{function}.{method} logs {name!r} inside jaxfn.logged(), where JAX traces it (jit, vmap, "
-                    "scan, a higher derivative), so that there is no value yet. Use jaxfn.with_logs(f), which returns "
-                    "the result and the logs, and jit that."
-                )
-            # Under a derivative of a Function with both modes, `jnp.asarray` makes a number a tracer (0.12.0).
-            is_of_jax = is_jax_type(type(value)) or hasattr(value, "__jax_array__")
-            log.setdefault(name, []).append(as_array(value) if is_of_jax else jax.device_put(value))
-    if OBSERVATION.value is not Observation.LOGS:
-        return results
-    indices = [i for i, x in enumerate(results) if is_array_leaf(x)]
-    if not indices:
+def log(name: str, value: Any) -> None:
+    """Logs a value each time it is computed, for the `logged` that is active here; without one, does nothing."""
+    target = LOGS.value
+    if target is not None:
+        log_p.bind(as_array(value.copy() if isinstance(value, np.ndarray) else value), name=name, target=target)
+
+
+def log_scope() -> Any:
+    """Returns a context for the call of a Function: JAX hides from a custom derivative what surrounds it."""
+    target = LOGS.value
+    if target is None or not is_in_loop_condition():
+        return nullcontext()
+    return LOGS(target._replace(is_in_loop_condition=True))
+
+
+def _record(value: Any, *, name: str, target: LogTarget) -> list[Any]:
+    value = as_array(value)  # a scalar may have become a literal
+    impl = jax.random.key_impl(value) if is_key(value) else None
+
+    def append(value: Any) -> None:
+        if target.number in open_logs:
+            key_or_value = value if impl is None else jax.random.wrap_key_data(value, impl=impl)
+            open_logs[target.number].setdefault(name, []).append(key_or_value)
+
+    if not is_traced(value):
+        jax.effects_barrier()  # an eager callback would overtake those of programs that run
+    jax.debug.callback(append, value if impl is None else jax.random.key_data(value), ordered=target.ordered)
+    return []
+
+
+def _no_results(*_: Any, **params: Any) -> list[Any]:
+    return []
+
+
+def _log_jvp(primals: Sequence[Any], _: Sequence[Any], **params: Any) -> tuple[list[Any], list[Any]]:
+    return log_p.bind(*primals, **params), []
+
+
+def _transpose_log(*_: Any, **params: Any) -> list[None]:
+    return [None]
+
+
+def _batch_log(
+    axis: VmapAxis, operands: Sequence[Any], dims: Sequence[int], **params: Any
+) -> tuple[list[Any], Sequence[Any]]:
+    return log_p.bind(axis.to_axis_0(operands[0], dims[0]), **params), []
+
+
+def log_effects(target: LogTarget | None, **_: Any) -> Collection[Any]:
+    """Returns the effects of code that logs."""
+    if target is None:
+        return ()
+    # Under `jax.vmap`, JAX evaluates a loop with an ordered effect in its condition too often (0.10.0 to 0.12.0).
+    if target.ordered and (target.is_in_loop_condition or is_in_loop_condition()):
         raise NotImplementedError(
-            f"{function}.{method} logs {logged[0][0]!r} and returns no array, which would carry it out of the program "
-            "for with_logs. Return zeros instead of None."
+            "ctx.log cannot log in order inside the condition of a while loop. Use jaxfn.logged(ordered=False)."
         )
-    arrays, values = [results[i] for i in indices], [as_array(value) for _, value in logged]
-    labels = [Label(function, method, "log", name, log_depth=LOG_DEPTH.value) for name, _ in logged]
-    labels = (*[None] * len(arrays), *labels)
-    labelled: Any = label_p.bind(*arrays, *values, labels=labels, num_arrays=len(arrays))
-    return replace_at(indices, results, labelled)
+    return callback_effects(target.ordered)
+
+
+log_p = make_primitive(
+    "log",
+    evaluate=_record,
+    avals=_no_results,
+    effects=log_effects,
+    jvp=_log_jvp,
+    batch=_batch_log,
+    transpose=_transpose_log,
+    runs_user_code=True,
+)

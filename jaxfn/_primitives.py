@@ -7,7 +7,7 @@ identity that raises where a derivative of its results is used.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NoReturn
@@ -19,6 +19,7 @@ from jaxfn._compat import VmapAxis, make_identity, make_primitive, new_owner, ze
 from jaxfn._diagnostics import hide_own_frames
 from jaxfn._jaxpr import identity_primitives, shares_batch, subjaxpr_rules, traced_impl
 from jaxfn._mesh_types import pcast_like
+from jaxfn._observe import LOGS, log_effects
 from jaxfn._tree import as_array, is_inexact, replace_at
 
 
@@ -126,10 +127,15 @@ def _linear_map_avals(*_: Any, linear_map: LinearMap, num_res: int, owner: Any) 
     return linear_map.avals
 
 
+def _linear_map_effects(**_: Any) -> Collection[Any]:
+    return log_effects(LOGS.value)  # of the user's `jvp`
+
+
 linear_map_p = make_primitive(
     "linear_map",
     evaluate=_evaluate_linear_map,
     avals=_linear_map_avals,
+    effects=_linear_map_effects,
     jvp=_linear_map_jvp,
     batch=_batch_linear_map,
     transpose=_transpose_linear_map,

@@ -55,6 +55,7 @@ from jaxfn._intermediates import Intermediates
 from jaxfn._jaxpr import needed_eqns
 from jaxfn._linearity import describe_nonlinearity, is_linear
 from jaxfn._methods import UserMethods
+from jaxfn._observe import log_scope
 from jaxfn._primitives import DeferredError, ErrorMap, LinearMap, bind_linear_map, guard, tie
 from jaxfn._traces import (
     NewConstants,
@@ -107,7 +108,8 @@ class _Call:
             return self.run(arrays)
         methods = self.spec.methods
         try:
-            return methods.custom_derivative(_make_custom_derivative, _is_transposed.value)(self, arrays)
+            with log_scope():
+                return methods.custom_derivative(_make_custom_derivative, _is_transposed.value)(self, arrays)
         except jax.errors.UnexpectedTracerError as error:
             raise methods.escaped_tracer_error("forward") from error
         except Exception as error:

@@ -115,6 +115,12 @@ def _enclosing(trace: Any) -> Iterator[Any]:
         trace = getattr(trace, "parent_trace", None)
 
 
+def is_in_loop_condition() -> bool:
+    """Whether the condition of a `while` loop, or a function in it, is being staged here."""
+    frames = [trace.frame for trace in _enclosing(find_top_trace(())) if hasattr(trace, "frame")]
+    return any(frame.debug_info.traced_for == "while_cond" for frame in frames)
+
+
 def staging_trace() -> Any:
     """Returns the innermost trace that stages to a jaxpr here; `None` outside `jit`."""
     return next((trace for trace in _enclosing(find_top_trace(())) if hasattr(trace, "frame")), None)

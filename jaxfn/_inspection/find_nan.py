@@ -2,36 +2,35 @@
 
 # Note: the search
 
-The jaxpr is evaluated once, eqn by eqn, and values that are not finite are recorded (see `EqnInterpreter`). Then, from
-a result that is not finite, the search goes back through values that are not finite:
+The jaxpr is evaluated once, eqn by eqn, and each value that is not finite is passed on with its origin:
 
     def loss(x):              a = log(x)         -inf, from a finite x: the origin
-                              b = a * 0          nan, from an a that is -inf: go on to a
-                              return b.sum()     nan, from a b that is nan: go on to b
+                              b = a * 0          nan, from an a that is -inf: the origin of a
+                              return b.sum()     nan, from a b that is nan: the origin of b
 
-Of all origins that are found so, the earliest in program order is reported. If a result is NaN, infinite results are
-not searched: they may be intended. A literal infinity (an attention mask, say) is not an origin, but a NaN computed
-from it is. An infinity that reaches no result, as in `where(x == 0, 0, 1 / x)`, is
-not reported.
+Of several origins the earliest is passed on, and reported. If a result is NaN, infinite results do not count: they may
+be intended. A literal infinity (an attention mask, say) is not an origin, but a NaN computed from it is. An infinity
+that reaches no result, as in `where(x == 0, 0, 1 / x)`, is not reported.
 """
 
 from __future__ import annotations
 
+import math
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.ref import AbstractRef
 
 from jaxfn._compat import eqn_source_line, lower_jaxpr
-from jaxfn._inspection.harvest import Path, any_eqn
-from jaxfn._inspection.interpreter import EqnInterpreter, Frame, NonFiniteValue, first_non_finite
-from jaxfn._jaxpr import SubJaxpr, is_variable, open_jaxpr
-from jaxfn._observe import OBSERVATION, Observation, label_p, named_line
-from jaxfn._tree import TreeSpec, flatten, is_traced, leaves_with_path
+from jaxfn._inspection.interpreter import EqnInterpreter
+from jaxfn._jaxpr import all_eqns, open_jaxpr
+from jaxfn._observe import OBSERVATION, Label, Observation, label_p, named_line
+from jaxfn._tree import TreeSpec, flatten, is_inexact, is_traced, leaves_with_path
 
 
 @dataclass(frozen=True)
@@ -152,10 +151,9 @@ def _find(f: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) 
 
     with OBSERVATION(Observation.VALUES):
         jaxpr, consts = open_jaxpr(lower_jaxpr(jax.make_jaxpr(flat)(*arrays)))
-        if any_eqn(jaxpr, _touches_ref):
+        if any(map(_touches_ref, all_eqns(jaxpr))):
             raise NotImplementedError("find_nan does not support a jax.Ref. Return the value instead.")
-        interpreter = EqnInterpreter(jaxpr, consts, arrays)
-    return _Search(jaxpr, interpreter, _argument_names(tree, len(arrays))).origin()
+        return _Search(jaxpr, consts, arrays, _argument_names(tree, len(arrays))).origin()
 
 
 def _touches_ref(eqn: Any) -> bool:
@@ -168,184 +166,134 @@ def _argument_names(tree: TreeSpec, num_arrays: int) -> list[str]:
     return [("args", "kwargs")[path[0].idx] + jax.tree_util.keystr(path[1:]) for path, _ in paths]
 
 
+class _NonFinite(NamedTuple):
+    """The first NaN of an array, or else its first infinity: "nan", "inf" or "-inf", and where it is."""
+
+    kind: str
+    shape: tuple[int, ...]
+    indices: tuple[int, ...]
+
+
+def _first_non_finite(value: Any) -> _NonFinite | None:
+    if not np.size(value) or not is_inexact(jax.typeof(value).dtype) or bool(_is_finite(value)):
+        return None
+    value = np.asarray(value)
+    nans = np.isnan(value)
+    index = tuple(np.argwhere(nans if nans.any() else ~np.isfinite(value))[0])
+    kind = "nan" if np.isnan(value[index]) else "inf" if value[index].real > 0 else "-inf"
+    return _NonFinite(kind, value.shape, tuple(map(int, index)))
+
+
+@jax.jit
+def _is_finite(value: Any) -> Any:
+    return jnp.isfinite(value).all()
+
+
 class _Origin(NamedTuple):
-    """The origin of a non-finite value: an eqn of a frame and one of its results, or an argument."""
+    """The origin of a value: an eqn that was evaluated, in other eqns; or a NaN that was passed in, by its name."""
 
-    order: tuple[int, ...]
-    frame: Frame
-    number: int
-    result: int
+    order: float
+    bad: _NonFinite
+    name: str = ""
+    eqn: Any = None
+    enclosing: Sequence[tuple[Any, str]] = ()
 
 
-class _Search:
-    """The search for an origin in an evaluated jaxpr, whose arguments have these names."""
+class _Value(NamedTuple):
+    array: Any
+    bad: _NonFinite | None = None
+    origin: _Origin | None = None  # an infinity that is passed in or a literal has none
 
-    def __init__(self, jaxpr: Any, interpreter: EqnInterpreter, names: Sequence[str]) -> None:
-        self._whole = Frame(jaxpr, (), (), None)
-        self._interpreter = interpreter
-        self._names = names
-        self._producers: dict[int, dict[Any, tuple[int, int]]] = {}
+    @property
+    def kind(self) -> str:
+        return "" if self.bad is None else self.bad.kind
+
+
+class _Search(EqnInterpreter):
+    """An evaluation that passes on with each value that is not finite its earliest origin."""
+
+    def __init__(self, jaxpr: Any, consts: Sequence[Any], arrays: Sequence[Any], names: Sequence[str]) -> None:
+        self._num_evaluated = 0
+        self._constants: dict[int, _Value] = {}  # by the id of the array
+        self._labelled: list[tuple[int, Label, _Value]] = []
+        orders = range(-len(arrays), 0)
+        super().__init__(jaxpr, consts, list(map(self._passed_in, arrays, names, orders)))
+
+    def _passed_in(self, array: Any, name: str, order: float) -> _Value:
+        bad = _first_non_finite(array)
+        return _Value(array, bad, _Origin(order, bad, name) if bad is not None and bad.kind == "nan" else None)
+
+    def constant(self, array: Any) -> _Value:
+        if id(array) not in self._constants:
+            self._constants[id(array)] = self._passed_in(array, "a constant of the program", math.inf)
+        return self._constants[id(array)]
+
+    def array(self, value: _Value) -> Any:
+        return value.array
+
+    def moved(self, array: Any, sources: Sequence[_Value]) -> _Value:
+        return self._computed(array, sources, None)
+
+    def operation(self, eqn: Any, operands: Sequence[_Value]) -> list[_Value]:
+        arrays = super().operation(eqn, [x.array for x in operands])
+        self._num_evaluated += 1
+        values = [self._computed(x, operands, eqn) for x in arrays]
+        if eqn.primitive is label_p:
+            self._labelled += [(self._num_evaluated, *pair) for pair in zip(eqn.params["labels"], values, strict=True)]
+        return values
+
+    def _computed(self, array: Any, operands: Sequence[_Value], eqn: Any) -> _Value:
+        """Returns the value of an array that was computed from others, by an eqn or by moving them."""
+        bad = _first_non_finite(array)
+        if bad is None:
+            return _Value(array)
+        if eqn is not None and eqn.primitive is jax.lax.select_n_p:
+            which = np.asarray(operands[0].array)
+            operands = [operands[1 + int(which[bad.indices] if which.ndim else which)]]
+        sources = [x for x in operands if x.kind]
+        nans = [x for x in sources if x.kind == bad.kind == "nan"]
+        origins = [x.origin for x in nans or sources if x.origin is not None]
+        if eqn is not None and (not sources or (bad.kind == "nan" and not nans)):
+            origins.append(_Origin(self._num_evaluated, bad, "", eqn, tuple(self.enclosing)))
+        return _Value(array, bad, min(origins, key=lambda origin: origin.order, default=None))
 
     def origin(self) -> NanOrigin | None:
         """Returns the earliest origin that reaches a result, or else an array that a Function takes or returns."""
-        jaxpr = self._whole.jaxpr
-        bad = [v for v in jaxpr.outvars if self._is_bad(self._whole, v)]
-        nans = [v for v in bad if self._kind(self._whole, v) == "nan"]  # an infinite result may be intended
-        starts = [(self._whole, nans or bad)]
-        starts += [(frame, [frame.jaxpr.eqns[number].outvars[index]]) for frame, number, index in self._bad_labels()]
-        origins = (self._origin_of(frame, variables) for frame, variables in starts)
-        return next((origin for origin in origins if origin is not None), None)
-
-    def _origin_of(self, frame: Frame, variables: Sequence[Any]) -> NanOrigin | None:
-        """Returns the earliest origin of some variables; `None` for infinities that were passed in or are literals."""
-        first: _Origin | None = None
-        seen: set[tuple[Path, tuple[int, ...], Any]] = set()
-        starts = [(frame, v) for v in variables]
-        waiting = list(starts)
-        while waiting:
-            frame, variable = waiting.pop()
-            key = (frame.path, frame.steps, variable)
-            if key in seen:
-                continue
-            seen.add(key)
-            origin, before = self._step_back(frame, variable)
-            waiting += before
-            if origin is not None and (first is None or origin.order < first.order):
-                first = origin
-        if first is None and not any(self._kind(*start) == "nan" for start in starts):
-            return None
-        return self._passed_in(first) if first is None or first.number < 0 else self._described(first)
-
-    def _passed_in(self, origin: _Origin | None) -> NanOrigin:
-        """Describes a NaN in an argument, or without an origin in a constant."""
-        constants = [v for v in self._whole.jaxpr.constvars if self._kind(self._whole, v) == "nan"]
-        if origin is not None:
-            name, variable = self._names[origin.result], self._whole.jaxpr.invars[origin.result]
-        else:
-            name, variable = "a constant of the program", next(iter(constants), None)
-        value = NonFiniteValue("nan", (), ()) if variable is None else self._recorded(self._whole, variable)
-        return NanOrigin(None, None, name, *value.as_fields("argument"), "", ())
-
-    def _recorded(self, frame: Frame, variable: Any) -> NonFiniteValue:
-        return self._interpreter.non_finite[frame.path, frame.steps, variable]
-
-    def _kind(self, frame: Frame, atom: Any) -> str | None:
-        """Returns "nan", "inf" or "-inf" for a value that is not finite."""
-        if not is_variable(atom):
-            value = first_non_finite(atom.val)
-        else:
-            value = self._interpreter.non_finite.get((frame.path, frame.steps, atom))
-        return None if value is None else value.kind
-
-    def _is_bad(self, frame: Frame, atom: Any) -> bool:
-        return is_variable(atom) and self._kind(frame, atom) is not None
-
-    def _producers_in(self, frame: Frame) -> dict[Any, tuple[int, int]]:
-        """Returns, for each variable of a jaxpr, the index of the eqn that computes it and of its result."""
-        if id(frame.jaxpr) not in self._producers:
-            self._producers[id(frame.jaxpr)] = {
-                v: (n, i) for n, eqn in enumerate(frame.jaxpr.eqns) for i, v in enumerate(eqn.outvars)
-            }
-        return self._producers[id(frame.jaxpr)]
-
-    def _step_back(self, frame: Frame, variable: Any) -> tuple[_Origin | None, list[tuple[Frame, Any]]]:
-        """Returns the origin of a non-finite variable, if that is here, and the variables from which to go on."""
-        producer = self._producers_in(frame).get(variable)
-        if producer is None:
-            return self._step_out(frame, variable)
-        number, result = producer
-        inner = [(f, v) for f, v in self._inside(frame, number, result) if self._is_bad(f, v)]
-        if inner:
-            return None, inner
-        operands = frame.jaxpr.eqns[number].invars
-        selected = self._interpreter.selected.get((frame.path, frame.steps, variable))
-        if selected is not None:
-            operands = [operands[selected]]
-        kinds = {self._kind(frame, atom) for atom in operands} - {None}
-        is_nan = self._kind(frame, variable) == "nan"
-        is_origin = not kinds or (is_nan and "nan" not in kinds)
-        origin = _Origin((*frame.order, number), frame, number, result) if is_origin else None
-        followed = {"nan"} if is_nan and "nan" in kinds else kinds
-        return origin, [(frame, x) for x in operands if is_variable(x) and self._kind(frame, x) in followed]
-
-    def _step_out(self, frame: Frame, variable: Any) -> tuple[_Origin | None, list[tuple[Frame, Any]]]:
-        """Steps from an input of a jaxpr to the operand of its eqn, or to the previous step; see `_step_back`."""
-        index = next((i for i, v in enumerate(frame.jaxpr.invars) if v is variable), None)
-        if index is None:
-            return None, []
-        if frame.outer is None:
-            return (_Origin((-1, index), frame, -1, index) if self._kind(frame, variable) == "nan" else None), []
-        outer, number, sub = frame.outer
-        eqn = outer.jaxpr.eqns[number]
-        for result, argument in sub.carried:
-            if argument == index and frame.step > 0:
-                before = frame._replace(steps=(*outer.steps, frame.step - 1))
-                return None, [(before, frame.jaxpr.outvars[result])]
-        atom = eqn.invars[sub.operands[index]]
-        return None, [(outer, atom)] if self._is_bad(outer, atom) else []
-
-    def _inside(self, frame: Frame, number: int, result: int) -> Iterator[tuple[Frame, Any]]:
-        """Yields the variables, in the sub-jaxprs that an eqn runs, that become one of its results."""
-        for inner in self._interpreter.frames_inside(frame, number):
-            sub = inner.outer[2]  # type: ignore[index]
-            for index, becomes in enumerate(sub.results):
-                is_carry = any(index == carried for carried, _ in sub.carried)
-                if becomes == result and (not is_carry or inner.is_last):
-                    yield inner, inner.jaxpr.outvars[index]
-
-    def _bad_labels(self) -> Iterator[tuple[Frame, int, int]]:
-        """Returns the labelled values that are not finite, in program order, as frame, eqn index and output index."""
-        found = sorted(self._labels(self._whole), key=lambda label: (*label[0].order, label[1]))
-        return (label for label in found if self._is_bad(label[0], label[0].jaxpr.eqns[label[1]].outvars[label[2]]))
-
-    def _labels(self, frame: Frame) -> Iterator[tuple[Frame, int, int]]:
-        for number, eqn in enumerate(frame.jaxpr.eqns):
-            if eqn.primitive is label_p:
-                yield from ((frame, number, i) for i in range(eqn.params["num_arrays"]))
-            for inner in self._interpreter.frames_inside(frame, number):
-                yield from self._labels(inner)
+        nans = [x for x in self.results if x.kind == "nan"]  # otherwise, an infinite result may be intended
+        for values in (nans or self.results, *([x] for _, _, x in self._labelled)):
+            # An infinity does not come from a NaN in a constant.
+            origins = [x.origin for x in values if x.origin and (x.origin.order < math.inf or x.kind == "nan")]
+            if origins:
+                return self._described(min(origins, key=lambda origin: origin.order))
+        return None
 
     def _described(self, origin: _Origin) -> NanOrigin:
-        frame, eqn = origin.frame, origin.frame.jaxpr.eqns[origin.number]
-        value = self._recorded(frame, eqn.outvars[origin.result])
-        eqns, enclosing = [eqn], []
-        outer = frame
-        while outer.outer is not None:
-            around, number, sub = outer.outer
-            eqns.insert(0, around.jaxpr.eqns[number])
-            enclosing[:0] = _around(outer, sub)
-            outer = around
-        names = [str(e.source_info.name_stack) for e in eqns]
+        kind, shape, index = origin.bad
+        if origin.eqn is None:
+            return NanOrigin(None, None, origin.name, kind, "argument", shape, index, "", ())
+        eqns = [*(eqn for eqn, _ in origin.enclosing), origin.eqn]
+        names = "/".join(str(eqn.source_info.name_stack) for eqn in eqns)
         lines = filter(None, map(eqn_source_line, reversed(eqns)))  # JAX's own code has no line
-        methods = re.findall(r"([^/()]+)\.(forward|backward|jvp|vmap)\b", "/".join(names))
-        known = self._functions()  # other names come from jax.named_scope
+        methods = re.findall(r"([^/()]+)\.(forward|backward|jvp|vmap)\b", names)
+        known = {label.function for _, label, _ in self._labelled}  # other names come from jax.named_scope
         function, method = next((m for m in reversed(methods) if m[0] in known), (None, None))
         return NanOrigin(
             function,
             method,
             self._array_of(origin, function, method),
-            *value.as_fields(eqn.primitive.name),
-            named_line("/".join(names)) or next(lines, ""),
-            tuple(enclosing),
+            kind,
+            origin.eqn.primitive.name,
+            shape,
+            index,
+            named_line(names) or next(lines, ""),
+            tuple(description for _, description in origin.enclosing if description),
         )
-
-    def _functions(self) -> set[str]:
-        """The names of the Functions in the program."""
-        marks = (frame.jaxpr.eqns[number] for frame, number, _ in self._labels(self._whole))
-        return {label.function for mark in marks for label in mark.params["labels"] if label is not None}
 
     def _array_of(self, origin: _Origin, function: str | None, method: str | None) -> str:
         """Returns the name of the method's first value that is not finite, after the origin."""
-        for frame, number, index in self._bad_labels():
-            label = frame.jaxpr.eqns[number].params["labels"][index]
-            is_after = (*frame.order, number) > origin.order
-            if (
-                label is not None
-                and is_after
-                and label.function == function
-                and label.method == method
-                and label.role in _ROLES
-            ):
+        for order, label, value in self._labelled:
+            is_of_method = (label.function, label.method) == (function, method) and label.role in _ROLES
+            if order > origin.order and is_of_method and value.kind:
                 return _ROLES[label.role].format(name=label.name)
         return ""
 
@@ -357,14 +305,3 @@ _ROLES = {
     "gradient": "gradient of {name}",
     "tangent": "tangent of output {name}",
 }
-
-
-def _around(frame: Frame, sub: SubJaxpr) -> list[str]:
-    if sub.kind == "scan":
-        length: Any = sub.length
-        return [f"scan: step {length - 1 - frame.step if sub.is_reversed else frame.step} of {length}"]
-    if sub.kind == "while":
-        return [f"while: step {frame.step}"]
-    if sub.kind == "cond":
-        return [f"cond: branch {frame.path[-1]}"]
-    return [sub.kind] if sub.kind == "checkpoint" else []

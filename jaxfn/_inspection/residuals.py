@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple, overload
 
@@ -64,7 +64,34 @@ class Residual(NamedTuple):
 _HEADER = ("Function", "saved as", "shape", "dtype", "bytes", "is", "")
 
 
-class ResidualTable(Sequence[Residual]):
+_Row = tuple[str, ...]
+
+
+class _Printed:
+    """A table with totals that prints as text, and as HTML in notebooks."""
+
+    _columns_of_numbers = slice(4, None)
+
+    def _table(self) -> tuple[_Row, list[_Row], list[_Row]]:
+        """Returns the header, the rows, and the rows of the totals."""
+        raise NotImplementedError
+
+    def __repr__(self) -> str:
+        return str(self)
+
+    def __str__(self) -> str:
+        header, rows, totals = self._table()
+        to_the_right = range(len(header))[self._columns_of_numbers]
+        head, *lines = aligned([header, *rows, *totals], to_the_right)
+        rule = "-" * max(map(len, lines))
+        return "\n".join([head, rule, *lines[: len(rows)], rule, *lines[len(rows) :]])
+
+    def _repr_html_(self) -> str:
+        header, rows, totals = self._table()
+        return html_table(header, [*rows, *totals])
+
+
+class ResidualTable(_Printed, Sequence[Residual]):
     """The residuals of a function: a sequence of `Residual` that prints as a table.
 
     Attributes:
@@ -86,27 +113,15 @@ class ResidualTable(Sequence[Residual]):
     def __len__(self) -> int:
         return len(self._rows)
 
-    def __repr__(self) -> str:
-        return str(self)
+    _columns_of_numbers = slice(4, 5)
 
-    def _cells(self) -> tuple[list[tuple[str, ...]], list[tuple[str, ...]]]:
-        """Returns the rows, and the rows of the totals."""
+    def _table(self) -> tuple[_Row, list[_Row], list[_Row]]:
         rows = [
             (r.function, r.name, str(r.shape), r.dtype, f"{r.nbytes:,}" if not r.is_duplicate else "-", r.kind, r.notes)
             for r in self._rows
         ]
         sums = [*self.bytes_by_function.items(), ("all", self.total_bytes)]
-        return rows, [(name, "", "", "", f"{nbytes:,}", "", "total") for name, nbytes in sums]
-
-    def _repr_html_(self) -> str:
-        """Returns the table for a notebook."""
-        rows, totals = self._cells()
-        return html_table(_HEADER, [*rows, *totals])
-
-    def __str__(self) -> str:
-        rows, totals = self._cells()
-        head, *lines = aligned([_HEADER, *rows, *totals], to_the_right=[4])
-        return _with_rules(head, lines, len(rows))
+        return _HEADER, rows, [(name, "", "", "", f"{nbytes:,}", "", "total") for name, nbytes in sums]
 
     def to_dict(self) -> dict[str, Any]:
         """Returns the table as plain Python values."""
@@ -114,7 +129,7 @@ class ResidualTable(Sequence[Residual]):
         return {"rows": rows, "bytes_by_function": self.bytes_by_function, "total_bytes": self.total_bytes}
 
 
-class ResidualComparison(Mapping[str, ResidualTable]):
+class ResidualComparison(_Printed, Mapping[str, ResidualTable]):
     """Residuals under several checkpoint policies, or of several functions: a mapping that prints side by side.
 
     The text has a column of bytes for each `ResidualTable`, and a row for each Function, name, shape and dtype:
@@ -140,11 +155,7 @@ class ResidualComparison(Mapping[str, ResidualTable]):
     def __len__(self) -> int:
         return len(self._tables)
 
-    def __repr__(self) -> str:
-        return str(self)
-
-    def _table(self) -> tuple[tuple[str, ...], list[tuple[str, ...]], list[tuple[str, ...]]]:
-        """Returns the header, the rows, and the rows of the totals."""
+    def _table(self) -> tuple[_Row, list[_Row], list[_Row]]:
         counts = [Counter[Any]() for _ in self]
         sources: dict[Any, int] = {}  # their sizes, in order
         for count, table in zip(counts, self.values(), strict=True):
@@ -167,24 +178,9 @@ class ResidualComparison(Mapping[str, ResidualTable]):
         totals = [(name, "", "", "", *(f"{nbytes:,}" for nbytes in line)) for name, line in sums.items()]
         return (*_HEADER[:4], *self), rows, totals
 
-    def _repr_html_(self) -> str:
-        """Returns the comparison for a notebook."""
-        header, rows, totals = self._table()
-        return html_table(header, [*rows, *totals])
-
-    def __str__(self) -> str:
-        header, rows, totals = self._table()
-        head, *lines = aligned([header, *rows, *totals], to_the_right=range(4, len(header)))
-        return _with_rules(head, lines, len(rows))
-
     def to_dict(self) -> dict[str, Any]:
         """Returns the comparison as plain Python values."""
         return {name: table.to_dict() for name, table in self.items()}
-
-
-def _with_rules(head: str, lines: Sequence[str], num_rows: int) -> str:
-    rule = "-" * max(map(len, lines))
-    return "\n".join([head, rule, *lines[:num_rows], rule, *lines[num_rows:]])
 
 
 _Policy = Callable[..., Any] | None
@@ -330,9 +326,8 @@ class _Passes:
         self._arguments = dict(zip(self._forward.invars, names, strict=True))
 
         def backward(saved: Sequence[Any], cotangents: Sequence[Any]) -> Any:
-            filled = [
-                ct if ct is not None else _no_cotangent(v.aval) for ct, v in zip(cotangents, outputs, strict=True)
-            ]
+            zeros = [np.zeros(v.aval.shape, jax.float0) for v in outputs]
+            filled = [zero if ct is None else ct for ct, zero in zip(cotangents, zeros, strict=True)]
             pullback: Any = jax.tree_util.tree_unflatten(pullback_tree, saved)
             return pullback(jax.tree_util.tree_unflatten(output_tree, filled))
 
@@ -344,8 +339,9 @@ class _Passes:
     def rows(self) -> Iterator[Residual]:
         """Yields a row for each residual array and each Function that reads it."""
         seen: set[Any] = set()
-        flow, outputs = _Dataflow(), set(filter(is_variable, self._outputs))
-        constants = set(self._forward.constvars)
+        constants, outputs = set(self._forward.constvars), set(filter(is_variable, self._outputs))
+        operations = _operations(self._forward, [""] * len(self._forward.invars))
+        all_readers = _readers(self._backward, [[] for _ in self._backward.outvars], ())
         for saved, read in zip(self._saved, self._backward.invars, strict=False):
             nbytes = math.prod(saved.aval.shape) * saved.aval.dtype.itemsize
             if not nbytes:
@@ -354,7 +350,7 @@ class _Passes:
             argument = self._arguments.get(saved, "") if is_traced else ""
             row = Residual(
                 "JAX",
-                argument or flow.operation(self._forward, saved),
+                argument or (operations.get(saved, "") if is_traced else ""),
                 saved.aval.shape,
                 str(saved.aval.dtype),
                 nbytes,
@@ -366,7 +362,7 @@ class _Passes:
                 row = row._replace(kind="constant")
             elif saved in outputs:
                 row = row._replace(kind="output")
-            readers = list(flow.readers(self._backward, read, ()))
+            readers = all_readers.get(read, [])
             by_functions = [reader for reader in readers if reader[0] is not None]
             for label, enclosing in by_functions or readers[:1] or [(None, ())]:
                 is_duplicate = is_traced and saved in seen
@@ -402,10 +398,6 @@ def _like(aval: Any) -> Any:
     return jax.ShapeDtypeStruct(aval.shape, aval.dtype, weak_type=aval.weak_type)
 
 
-def _no_cotangent(aval: Any) -> Any:
-    return np.zeros(aval.shape, jax.float0)
-
-
 # Primitives that only move or rename their operands.
 _DATA_MOVEMENT = primitives("reshape squeeze broadcast_in_dim copy pvary optimization_barrier") | {
     name_p,
@@ -419,76 +411,53 @@ _ADDED_BY_CHECKPOINT = primitives("reduce_precision device_put")
 _Reader = tuple[Label | None, tuple[str, ...]]
 
 
-class _Dataflow:
-    """The eqns that compute and that read each variable of jaxprs, indexed once for each jaxpr."""
+def _readers(jaxpr: Any, of_outputs: Sequence[list[_Reader]], enclosing: tuple[str, ...]) -> dict[Any, list[_Reader]]:
+    """Returns what reads each variable: labels of Functions, or `None` for JAX itself, each with what encloses it."""
+    readers: dict[Any, list[_Reader]] = {}
+    for atom, of_output in zip(jaxpr.outvars, of_outputs, strict=True):
+        if is_variable(atom):
+            readers[atom] = [*readers.get(atom, []), *of_output]
+    for eqn in reversed(jaxpr.eqns):
+        of_results = [readers.get(v, []) for v in eqn.outvars]
+        inner = subjaxprs(eqn)
+        found: list[list[_Reader]] = [[] if inner else [(None, enclosing)] for _ in eqn.invars]
+        if eqn.primitive is label_p:
+            found = [[(label, enclosing)] for label in eqn.params["labels"]]
+        elif is_any_of(eqn, _DATA_MOVEMENT):
+            found[: len(of_results)] = [of_result or [(None, enclosing)] for of_result in of_results]
+        for sub in inner:
+            of_inner = [[] if result is None else of_results[result] for result in sub.results]
+            inside = _readers(sub.jaxpr, of_inner, (*enclosing, *_named(sub)))
+            for invar, operand in zip(sub.jaxpr.invars, sub.operands, strict=True):
+                found[operand] = found[operand] + inside.get(invar, [])
+        by_atom: dict[Any, list[_Reader]] = {}
+        for atom, own in zip(eqn.invars, found, strict=True):
+            if is_variable(atom):
+                by_atom[atom] = list(dict.fromkeys([*by_atom.get(atom, []), *own]))
+        readers |= {atom: own + readers.get(atom, []) for atom, own in by_atom.items()}
+    return readers
 
-    def __init__(self) -> None:
-        self._indices: dict[int, tuple[Any, dict[Any, tuple[Any, int]], dict[Any, dict[int, Any]]]] = {}
 
-    def _index(self, jaxpr: Any) -> tuple[Any, dict[Any, tuple[Any, int]], dict[Any, dict[int, Any]]]:
-        """Returns the jaxpr, which has to live, each variable's eqn and output index, and the eqns that read it."""
-        if id(jaxpr) not in self._indices:
-            producers = {v: (eqn, i) for eqn in jaxpr.eqns for i, v in enumerate(eqn.outvars)}
-            consumers: dict[Any, dict[int, Any]] = {}
-            for number, eqn in enumerate(jaxpr.eqns):
-                for atom in filter(is_variable, eqn.invars):
-                    consumers.setdefault(atom, {})[number] = eqn
-            self._indices[id(jaxpr)] = jaxpr, producers, consumers
-        return self._indices[id(jaxpr)]
-
-    def _consumers(self, jaxpr: Any, variable: Any) -> Iterable[Any]:
-        return self._index(jaxpr)[2].get(variable, {}).values()
-
-    def readers(self, jaxpr: Any, variable: Any, enclosing: tuple[str, ...]) -> Iterator[_Reader]:
-        """Yields what reads a variable: labels of Functions, or `None` for JAX itself, each with what encloses it."""
-        for eqn in self._consumers(jaxpr, variable):
-            indices = [i for i, atom in enumerate(eqn.invars) if atom is variable]
-            if eqn.primitive is label_p:
-                yield from ((eqn.params["labels"][i], enclosing) for i in indices)
-                continue
-            inner = subjaxprs(eqn)
-            found: list[_Reader] = []
-            unchanged: set[int | None] = set(indices) if is_any_of(eqn, _DATA_MOVEMENT) else set()
-            for sub in inner:
-                for invar, operand in zip(sub.jaxpr.invars, sub.operands, strict=True):
-                    if operand in indices:
-                        found += self.readers(sub.jaxpr, invar, (*enclosing, *_named(sub)))
-                        unchanged |= {sub.results[i] for i in self._unchanged_outputs(sub.jaxpr, invar)}
-            for result in unchanged:
-                if result is not None and result < len(eqn.outvars):
-                    found += self.readers(jaxpr, eqn.outvars[result], enclosing)
-            yield from found or ([] if inner else [(None, enclosing)])
-
-    def operation(self, jaxpr: Any, variable: Any) -> str:
-        """Returns the name of the operation that computes a variable, or that of `checkpoint_name`; "" if none."""
-        eqn, index = self._index(jaxpr)[1].get(variable, (None, 0)) if is_variable(variable) else (None, 0)
-        if eqn is None:
-            return ""
+def _operations(jaxpr: Any, of_inputs: Sequence[str]) -> dict[Any, str]:
+    """Returns for each variable the operation that computes it, or its name by `checkpoint_name`; "" if none does."""
+    operations = dict(zip(jaxpr.invars, of_inputs, strict=True))
+    for eqn in jaxpr.eqns:
+        of_operands = [operations.get(atom, "") if is_variable(atom) else "" for atom in eqn.invars]
+        found = [eqn.primitive.name] * len(eqn.outvars)
         if eqn.primitive is name_p:
-            return eqn.params["name"]
-        if is_any_of(eqn, _DATA_MOVEMENT | _ADDED_BY_CHECKPOINT):
-            return self.operation(jaxpr, eqn.invars[index]) or eqn.primitive.name
-        for sub in subjaxprs(eqn):
-            if index in sub.results:
-                atom = sub.jaxpr.outvars[list(sub.results).index(index)]
-                inputs = [i for i, invar in enumerate(sub.jaxpr.invars) if invar is atom]
-                if not inputs:
-                    return self.operation(sub.jaxpr, atom)
-                is_carry = any(inputs[0] == i for _, i in sub.carried)
-                return "carry" if is_carry else self.operation(jaxpr, eqn.invars[sub.operands[inputs[0]]])
-        return eqn.primitive.name
-
-    def _unchanged_outputs(self, jaxpr: Any, variable: Any) -> list[int]:
-        """Returns the indices of the outputs of a jaxpr that are one of its variables."""
-        unchanged, waiting = {variable}, [variable]
-        while waiting:
-            atom = waiting.pop()
-            for eqn in self._consumers(jaxpr, atom):
-                if is_any_of(eqn, _DATA_MOVEMENT):
-                    moved = {v for x, v in zip(eqn.invars, eqn.outvars, strict=False) if x is atom} - unchanged
-                    unchanged |= moved
-                    waiting += moved
-        return [i for i, atom in enumerate(jaxpr.outvars) if is_variable(atom) and atom in unchanged]
+            found = [eqn.params["name"]]
+        elif is_any_of(eqn, _DATA_MOVEMENT | _ADDED_BY_CHECKPOINT):
+            found = [operation or eqn.primitive.name for operation in of_operands[: len(found)]]
+        for sub in reversed(subjaxprs(eqn)):  # of a `cond`, the first branch
+            carried = {argument for _, argument in sub.carried}
+            inside = _operations(
+                sub.jaxpr, ["carry" if i in carried else of_operands[operand] for i, operand in enumerate(sub.operands)]
+            )
+            for result, atom in zip(sub.results, sub.jaxpr.outvars, strict=True):
+                if result is not None:
+                    found[result] = inside.get(atom, "") if is_variable(atom) else ""
+        operations.update(zip(eqn.outvars, found, strict=True))
+    return operations
 
 
 def _named(sub: SubJaxpr) -> tuple[str, ...]:

@@ -76,6 +76,20 @@ def test_the_params_of_an_eqn_are_freed_with_it():
     assert watched() is None
 
 
+@pytest.mark.xfail(strict=True, reason="JAX 0.10.0 to 0.12.0")
+def test_an_ordered_effect_in_the_condition_of_a_mapped_loop_leaves_elements_that_have_ended():
+    """Otherwise `_observe.log_effects` raises where a Function logs there in order."""
+
+    def halved(x):
+        def condition(x):
+            jax.debug.callback(lambda _: None, x, ordered=True)
+            return x > 1
+
+        return jax.lax.while_loop(condition, lambda x: x / 2, x)
+
+    np.testing.assert_allclose(jax.vmap(halved)(jnp.array([1.0, 3.0, 8.0])), [1.0, 0.75, 1.0])
+
+
 # --- without internals of JAX
 
 

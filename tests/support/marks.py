@@ -43,6 +43,7 @@ def _differs(reason: str) -> pytest.MarkDecorator:
 
 ALL_PERTURBED = _differs("JAX_REMAT3 says that every input of a checkpoint is perturbed")
 TWO_TRACES = _differs("JAX_REMAT3 takes the value of a checkpoint from another trace")
+LOGS_AGAIN = _differs("JAX_REMAT3 logs what a checkpoint computes again")
 CACHES_TRACES = _differs("JAX_CUSTOM_VJP3 caches traces, and what they hold, until its caches are full or cleared")
 TRACES_ALWAYS = _differs("JAX_CUSTOM_VJP3 traces a custom_vjp of concrete values too")
 HIGH_PRIMITIVES = _differs(
