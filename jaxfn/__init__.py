@@ -139,14 +139,16 @@ def _set_modules() -> None:
 _set_modules()
 
 
-def __getattr__(name: str) -> Any:
-    """Imports a tool from its module."""
-    if name not in _MODULES:
-        hint = "".join(f". {hint}." for names, hint in _HINTS.items() if name in names.split())
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}{hint}")
-    value = globals()[name] = getattr(import_module(_MODULES[name]), name)
-    _set_modules()
-    return value
+if not TYPE_CHECKING:  # to which every name would exist
+
+    def __getattr__(name: str) -> Any:
+        """Imports a tool from its module."""
+        if name not in _MODULES:
+            hint = "".join(f". {hint}." for names, hint in _HINTS.items() if name in names.split())
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}{hint}")
+        value = globals()[name] = getattr(import_module(_MODULES[name]), name)
+        _set_modules()
+        return value
 
 
 def __dir__() -> list[str]:

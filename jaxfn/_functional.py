@@ -126,8 +126,11 @@ class function(Generic[P, R_co]):
             "_jaxfn_is_decorated": True,
             "forward": staticmethod(forward),
         }
-        body |= {key: _member(function_name, key, value) for key, value in members.items() if value is not None}
-        return _callable_of(type(function_name, (Function,), body))
+        made = _callable_of(type(function_name, (Function,), body))
+        for key, value in members.items():
+            if value is not None:
+                setattr(made, key, value)
+        return made
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R_co:
         return self.apply(*args, **kwargs)
@@ -148,23 +151,26 @@ class function(Generic[P, R_co]):
                 return self.Function.forward
             if name in _FLAGS:
                 return getattr(self.Function, name)
-            raise AttributeError(self._unknown(name), name=name, obj=self)
+            own = vars(self).get("__name__", "f")  # without one while it is unpickled
+            text = (
+                f"{own} has no rule or option {name!r}. @{own}.backward, .setup_context, .jvp and .vmap register rules;"
+            )
+            raise AttributeError(f"{text} the options are {', '.join(_FLAGS)}.", name=name, obj=self)
 
         def __setattr__(self, name: str, value: Any) -> None:
-            if name in _METHODS or name in _FLAGS:
-                setattr(self.Function, name, _member(self.__name__, name, value))
-                show_signature(self.apply)
-            elif name.startswith("__"):  # as on functions
+            if name.startswith("__"):  # as on functions
                 super().__setattr__(name, value)
+            elif name in _FLAGS:
+                setattr(self.Function, name, value)
+            elif name not in _METHODS:
+                self.__getattr__(name)  # raises
+            elif not callable(value):
+                kind = type(value).__name__
+                raise TypeError(f"{self.__name__}.{name} is of type {kind}; expected a function {_METHODS[name]}.")
             else:
-                raise AttributeError(self._unknown(name), name=name, obj=self)
-
-    def _unknown(self, attribute: str) -> str:
-        name = vars(self).get("__name__", "f")  # without one while it is unpickled
-        return (
-            f"{name} has no rule or option {attribute!r}. @{name}.backward, .setup_context, .jvp and .vmap register "
-            f"rules; the options are {', '.join(_FLAGS)}."
-        )
+                setattr(self.Function, name, staticmethod(value))
+                if name in ("forward", "setup_context"):
+                    show_signature(self.apply)
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickles the class underneath: pickle by name, and cloudpickle by definition where no name will be found."""
@@ -207,17 +213,6 @@ class function(Generic[P, R_co]):
 
 
 autograd_function = function  # R torch's name
-
-
-def _member(function_name: str, name: str, value: Any) -> Any:
-    """Returns a rule or an option as a Function class has it."""
-    if name in _FLAGS:
-        return value
-    if not callable(value):
-        raise TypeError(
-            f"{function_name}.{name} is of type {type(value).__name__}; expected a function {_METHODS[name]}."
-        )
-    return staticmethod(value)
 
 
 def _callable_of(function_class: Any) -> function[..., Any]:
