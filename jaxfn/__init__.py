@@ -18,8 +18,7 @@ transformation of JAX:
 
 Write a Function
   Function, FunctionCtx    the base class, and the `ctx` of its methods
-  function                 a decorator, in place of a class
-  autograd_function        R torch's form: two functions, with saves and gradients by name
+  function                 a decorator, or a call, in place of a class; autograd_function is R torch's name
   once_differentiable      a decorator of `backward`: a second derivative raises
   saved_tensors_hooks      pack what Functions save; also save_on_host, disable_saved_tensors_hooks
 
@@ -40,8 +39,8 @@ Bring torch code over
   paritycheck              compare a port with the original
   record_oracle            store the original's results, to compare without torch
 
-Types of results and errors: CallableFunction, VmapInfo; CheckReport and CheckError, the bases of FunctionReport,
-GradcheckReport, GradcheckError, Mismatch, KernelReport, KernelcheckError, ParityReport and ParitycheckError; Residual,
+Types of results and errors: VmapInfo; CheckReport and CheckError, the bases of FunctionReport, GradcheckReport,
+GradcheckError, Mismatch, KernelReport, KernelcheckError, ParityReport and ParitycheckError; Residual,
 ResidualTable, ResidualComparison; NanOrigin; ConvertedFunction, ConvertedModule, Explanation and TranslationError.
 """
 
@@ -111,7 +110,7 @@ _MODULES = {name: module for module, names in _TOOLS.items() for name in names.s
 
 # Names that users of torch and JAX try first.
 _HINTS = {
-    "autograd graph": "The names of torch.autograd and torch.autograd.graph are in jaxfn itself: jaxfn.Function",
+    "autograd graph": "Their names are in jaxfn itself: jaxfn.Function, jaxfn.gradcheck, jaxfn.saved_tensors_hooks",
     "check_grads": "Use jaxfn.gradcheck(f, inputs), and jaxfn.gradgradcheck for second derivatives",
     "custom_vjp custom_jvp": "Use @jaxfn.function; @f.backward replaces f.defvjp, and @f.jvp replaces f.defjvp",
     "log logs": "Call ctx.log(name=value) in a Function, and jaxfn.with_logs(f)(*args)",

@@ -50,8 +50,8 @@ class HasForward(Protocol[_F_co]):
     def forward(self) -> _F_co: ...
 
 
-class Options(TypedDict, total=False):
-    """The keywords of `jaxfn.function`."""
+class Rules(TypedDict, total=False):
+    """The keywords of `jaxfn.function`: rules and options."""
 
     setup_context: Rule
     jvp: Rule

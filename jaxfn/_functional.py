@@ -10,7 +10,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any, Generic, TypeVar, Unpack, cast, overload
 
-from jaxfn._apply_types import Options, P, R_co, Rule, TakesAnything, TakesCtx, TakesFunctionCtx
+from jaxfn._apply_types import P, R_co, Rule, Rules, TakesAnything, TakesCtx, TakesFunctionCtx
 from jaxfn._function import Function, describe_rules, show_signature
 
 _F = TypeVar("_F", bound=Callable[..., Any])
@@ -77,20 +77,20 @@ class function(Generic[P, R_co]):
     clear_saved_tensors_on_access: bool
 
     @overload
-    def __new__(cls, forward: TakesCtx[P, R_co], backward: Rule = None, **kw: Unpack[Options]) -> function[P, R_co]: ...
+    def __new__(cls, forward: TakesCtx[P, R_co], backward: Rule = None, **kw: Unpack[Rules]) -> function[P, R_co]: ...
     @overload
     def __new__(
-        cls, forward: TakesAnything[R_co], backward: Rule = None, **kw: Unpack[Options]
+        cls, forward: TakesAnything[R_co], backward: Rule = None, **kw: Unpack[Rules]
     ) -> function[..., R_co]: ...
     @overload
     def __new__(
-        cls, forward: TakesFunctionCtx[P, R_co], backward: Rule = None, **kw: Unpack[Options]
+        cls, forward: TakesFunctionCtx[P, R_co], backward: Rule = None, **kw: Unpack[Rules]
     ) -> function[P, R_co]: ...
     @overload
-    def __new__(cls, forward: Callable[P, R_co], backward: Rule = None, **kw: Unpack[Options]) -> function[P, R_co]: ...
+    def __new__(cls, forward: Callable[P, R_co], backward: Rule = None, **kw: Unpack[Rules]) -> function[P, R_co]: ...
     @overload
     def __new__(
-        cls, forward: None = None, backward: Rule = None, **kw: Unpack[Options]
+        cls, forward: None = None, backward: Rule = None, **kw: Unpack[Rules]
     ) -> function[[Callable[..., Any]], function[..., Any]]: ...
     def __new__(
         cls,
@@ -113,9 +113,10 @@ class function(Generic[P, R_co]):
             return partial(cls, name=name, **members)
         is_function = hasattr(getattr(forward, "apply", forward), "_jaxfn_dispatcher")
         if is_function or isinstance(forward, type) or not callable(forward):
+            got = getattr(forward, "__qualname__", None) or reprlib.repr(forward)
             raise TypeError(
-                f"jaxfn.function expects a function forward(ctx, *args), got {reprlib.repr(forward)}. A Function is "
-                "called as it is: F.apply(x), f(x). jaxfn.from_torch converts one of torch."
+                f"jaxfn.function expects a function forward(ctx, *args), got {got}. A Function is called as it is: "
+                "F.apply(x), f(x). jaxfn.from_torch converts one of torch."
             )
         function_name: str = name or getattr(forward, "__name__", type(forward).__name__)
         qualname: str = name or getattr(forward, "__qualname__", function_name)
@@ -212,7 +213,8 @@ class function(Generic[P, R_co]):
         return rule
 
 
-autograd_function = function  # R torch's name
+autograd_function = function
+"""R torch's name of `function`."""
 
 
 def _callable_of(function_class: Any) -> function[..., Any]:
