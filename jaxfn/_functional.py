@@ -14,13 +14,7 @@ from jaxfn._apply_types import P, R_co, Rule, Rules, TakesAnything, TakesCtx, Ta
 from jaxfn._function import Function, describe_rules, show_signature
 
 _F = TypeVar("_F", bound=Callable[..., Any])
-_METHODS = {
-    "forward": "forward(ctx, *args)",
-    "backward": "backward(ctx, *grad_outputs)",
-    "setup_context": "setup_context(ctx, inputs, output)",
-    "jvp": "jvp(ctx, *tangents)",
-    "vmap": "vmap(info, in_dims, *args)",
-}
+_METHODS = ("forward", "backward", "setup_context", "jvp", "vmap")
 _FLAGS = ("generate_jvp_rule", "boxed_grads_call", "generate_vmap_rule", "clear_saved_tensors_on_access")
 
 
@@ -166,8 +160,7 @@ class function(Generic[P, R_co]):
             elif name not in _METHODS:
                 self.__getattr__(name)  # raises
             elif not callable(value):
-                kind = type(value).__name__
-                raise TypeError(f"{self.__name__}.{name} is of type {kind}; expected a function {_METHODS[name]}.")
+                raise TypeError(f"{self.__name__}.{name} is of type {type(value).__name__}; expected a function.")
             else:
                 setattr(self.Function, name, staticmethod(value))
                 if name in ("forward", "setup_context"):
@@ -175,7 +168,7 @@ class function(Generic[P, R_co]):
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickles the class underneath: pickle by name, and cloudpickle by definition where no name will be found."""
-        names = [name for name, value in vars(sys.modules.get(self.__module__, types)).items() if value is self]
+        names = [name for name, value in [*vars(sys.modules.get(self.__module__, types)).items()] if value is self]
         if names and self.__qualname__ not in names:  # the name of `forward`
             self.Function.__qualname__ = f"{names[0]}.Function"
         return _callable_of, (self.Function,)
