@@ -63,7 +63,6 @@ class function(Generic[P, R_co]):
     __name__: str
     __qualname__: str
     Function: Any
-    apply: Callable[P, R_co]
     forward: Callable[..., Any]
     generate_jvp_rule: bool
     boxed_grads_call: bool
@@ -128,7 +127,12 @@ class function(Generic[P, R_co]):
         return made
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R_co:
-        return self.apply(*args, **kwargs)
+        return self.Function.apply(*args, **kwargs)
+
+    @property
+    def apply(self) -> Callable[P, R_co]:
+        """The `apply` of the class underneath."""
+        return self.Function.apply
 
     def __get__(self, instance: object, owner: type | None = None) -> Any:
         return self if instance is None else types.MethodType(self, instance)
@@ -224,6 +228,5 @@ def _callable_of(function_class: Any) -> function[..., Any]:
         __module__=function_class.__module__,
         __doc__=function_class.__doc__,
         Function=function_class,
-        apply=function_class.apply,
     )
     return made
