@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import islice
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar, cast
@@ -59,16 +59,23 @@ class NeedsInputGrad(_Named, tuple[bool, ...]):
         return f"{name!r} is not among the parameters: {', '.join(self._jaxfn_named)}"
 
 
-class SavedVariables(_Named, dict[str, Any]):
+class SavedVariables(_Named, Mapping[str, Any]):
     """The values that were saved by name, in the order of saving: `saved["weight"]`, `saved.weight`."""
 
-    def __init__(self, named: Mapping[str, Any], num_positional: int) -> None:
-        super().__init__(named)
+    def __init__(self, named: Mapping[str, Any], num_positional: int = 0) -> None:
         self._jaxfn_named = dict(named)
         self._num_positional = num_positional
 
-    def __missing__(self, name: str) -> Any:
-        raise KeyError(self._not_saved(name))
+    def __getitem__(self, name: str) -> Any:
+        if name not in self._jaxfn_named:
+            raise KeyError(self._not_saved(name))
+        return self._jaxfn_named[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._jaxfn_named)
+
+    def __len__(self) -> int:
+        return len(self._jaxfn_named)
 
     def __getattr__(self, name: str) -> Any:
         raise AttributeError(self._not_saved(name), name=name, obj=self)
@@ -76,6 +83,9 @@ class SavedVariables(_Named, dict[str, Any]):
     def _not_saved(self, name: str) -> str:
         by_position = f", and by position {self._num_positional}: ctx.saved_tensors" if self._num_positional else ""
         return f"nothing was saved as {name!r}; saved: {', '.join(self._jaxfn_named) or 'nothing'}{by_position}"
+
+    def __repr__(self) -> str:
+        return f"SavedVariables({self._jaxfn_named!r})"
 
 
 class ContextState:
