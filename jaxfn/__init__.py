@@ -18,8 +18,7 @@ transformation of JAX:
 
 Write a Function
   Function, FunctionCtx    the base class, and the `ctx` of its methods
-  function                 a decorator, in place of a class
-  autograd_function        R torch's form: two functions, with saves and gradients by name
+  function                 a decorator, or a call, in place of a class; autograd_function is R torch's name
   once_differentiable      a decorator of `backward`: a second derivative raises
   saved_tensors_hooks      pack what Functions save; also save_on_host, disable_saved_tensors_hooks
 
@@ -40,17 +39,20 @@ Bring torch code over
   paritycheck              compare a port with the original
   record_oracle            store the original's results, to compare without torch
 
-Types of results and errors: CallableFunction, VmapInfo; CheckReport and CheckError, the bases of FunctionReport,
-GradcheckReport, GradcheckError, Mismatch, KernelReport, KernelcheckError, ParityReport and ParitycheckError; Residual,
+Types of results and errors: VmapInfo; CheckReport and CheckError, the bases of FunctionReport, GradcheckReport,
+GradcheckError, Mismatch, KernelReport, KernelcheckError, ParityReport and ParitycheckError; Residual,
 ResidualTable, ResidualComparison; NanOrigin; ConvertedFunction, ConvertedModule, Explanation and TranslationError.
 """
 
+import sys
+import types
 from importlib import import_module
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 from jaxfn._context import FunctionCtx
 from jaxfn._function import Function
-from jaxfn._functional import CallableFunction, autograd_function, function
+from jaxfn._functional import autograd_function, function
 from jaxfn._hooks import disable_saved_tensors_hooks, save_on_host, saved_tensors_hooks
 from jaxfn._once_differentiable import once_differentiable
 from jaxfn._vmap_method import VmapInfo
@@ -77,81 +79,76 @@ if TYPE_CHECKING:
     from jaxfn._torch.convert.function_class import ConvertedFunction as ConvertedFunction
     from jaxfn._torch.convert.module import ConvertedModule as ConvertedModule
 
-__all__ = [  # and ConvertedFunction, ConvertedModule and Explanation, which need torch
-    "CallableFunction",
-    "CheckError",
-    "CheckReport",
-    "Function",
-    "FunctionCtx",
-    "FunctionReport",
-    "GradcheckError",
-    "GradcheckReport",
-    "KernelReport",
-    "KernelcheckError",
-    "Mismatch",
-    "NanOrigin",
-    "ParityReport",
-    "ParitycheckError",
-    "Residual",
-    "ResidualComparison",
-    "ResidualTable",
-    "TranslationError",
-    "VmapInfo",
-    "autograd_function",
-    "check",
-    "disable_saved_tensors_hooks",
-    "find_nan",
-    "from_torch",
-    "function",
-    "gradcheck",
-    "gradgradcheck",
-    "kernelcheck",
-    "logged",
-    "once_differentiable",
-    "paritycheck",
-    "record_oracle",
-    "register_translation",
-    "residuals",
-    "save_on_host",
-    "saved_tensors_hooks",
-]
+__all__ = ["Function", "FunctionCtx", "VmapInfo", "autograd_function", "function", "once_differentiable"]
+__all__ += ["disable_saved_tensors_hooks", "save_on_host", "saved_tensors_hooks"]
+__all__ += ["CheckError", "CheckReport", "FunctionReport", "GradcheckError", "GradcheckReport", "KernelReport"]
+__all__ += ["KernelcheckError", "Mismatch", "check", "gradcheck", "gradgradcheck", "kernelcheck"]
+__all__ += ["NanOrigin", "Residual", "ResidualComparison", "ResidualTable", "find_nan", "logged", "residuals"]
+__all__ += ["TranslationError", "from_torch", "register_translation"]
+__all__ += ["ParityReport", "ParitycheckError", "paritycheck", "record_oracle"]
 
 __version__ = "0.1.0"
 
-# Tools are imported at their first use, so that `import jaxfn` takes milliseconds; the module of `Explanation` imports
-# torch.
+# Tools are imported at their first use, so that `import jaxfn` takes milliseconds. The last three import torch, and are
+# not in `__all__`.
 _TOOLS = {
-    "jaxfn._gradcheck": (
-        "FunctionReport",
-        "GradcheckError",
-        "Mismatch",
-        "GradcheckReport",
-        "check",
-        "gradcheck",
-        "gradgradcheck",
-    ),
-    "jaxfn._inspection.find_nan": ("NanOrigin", "find_nan"),
-    "jaxfn._check.reports": ("CheckError", "CheckReport"),
-    "jaxfn._inspection.logs": ("logged",),
-    "jaxfn._inspection.residuals": ("ResidualComparison", "ResidualTable", "Residual", "residuals"),
-    "jaxfn._kernelcheck": ("KernelReport", "KernelcheckError", "kernelcheck"),
-    "jaxfn._parity.paritycheck": ("paritycheck", "record_oracle"),
-    "jaxfn._parity.report": ("ParitycheckError", "ParityReport"),
-    "jaxfn._torch": ("TranslationError", "from_torch", "register_translation"),
-    "jaxfn._torch.convert.explain": ("Explanation",),
-    "jaxfn._torch.convert.function_class": ("ConvertedFunction",),
-    "jaxfn._torch.convert.module": ("ConvertedModule",),
+    "jaxfn._gradcheck": "FunctionReport GradcheckError Mismatch GradcheckReport check gradcheck gradgradcheck",
+    "jaxfn._inspection.find_nan": "NanOrigin find_nan",
+    "jaxfn._check.reports": "CheckError CheckReport",
+    "jaxfn._inspection.logs": "logged",
+    "jaxfn._inspection.residuals": "ResidualComparison ResidualTable Residual residuals",
+    "jaxfn._kernelcheck": "KernelReport KernelcheckError kernelcheck",
+    "jaxfn._parity.paritycheck": "paritycheck record_oracle",
+    "jaxfn._parity.report": "ParitycheckError ParityReport",
+    "jaxfn._torch": "TranslationError from_torch register_translation",
+    "jaxfn._torch.convert.explain": "Explanation",
+    "jaxfn._torch.convert.function_class": "ConvertedFunction",
+    "jaxfn._torch.convert.module": "ConvertedModule",
 }
-_MODULES = {name: module for module, names in _TOOLS.items() for name in names}
+_MODULES = {name: module for module, names in _TOOLS.items() for name in names.split()}
+
+# Names that users of torch and JAX try first.
+_HINTS = {
+    "autograd graph": "Their names are in jaxfn itself: jaxfn.Function, jaxfn.gradcheck, jaxfn.saved_tensors_hooks",
+    "check_grads": "Use jaxfn.gradcheck(f, inputs), and jaxfn.gradgradcheck for second derivatives",
+    "custom_vjp custom_jvp": "Use @jaxfn.function; @f.backward replaces f.defvjp, and @f.jvp replaces f.defjvp",
+    "log logs with_logs": "Call ctx.log(name=value) in a Function, and it in a block `with jaxfn.logged() as logs:`",
+    "detect_anomaly debug_nans": "Use jaxfn.find_nan(f, *args)",
+    "saved_residuals": "Use jaxfn.residuals(f, *args)",
+    "surrogate straight_through": "Write it as a backward; jaxfn.gradcheck(f, inputs, surrogate=g) checks it",
+    "convert": "Use jaxfn.from_torch(code)",
+    "source": "Use jaxfn.from_torch(code).source(*args)",
+    "testing": "Use jaxfn.check(f, inputs), jaxfn.gradcheck, jaxfn.kernelcheck or jaxfn.paritycheck",
+    "version": "Use jaxfn.__version__",
+}
+
+# `from torch.autograd.function import once_differentiable` may become `from jaxfn.function import once_differentiable`.
+sys.modules[f"{__name__}.function"] = sys.modules[__name__]
 
 
-def __getattr__(name: str) -> Any:
-    """Imports a tool from its module."""
-    if name not in _MODULES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = globals()[name] = getattr(import_module(_MODULES[name]), name)
-    return value
+def _set_modules() -> None:
+    """Names jaxfn as the module of every public name that is loaded, in tracebacks, pickles and on pages."""
+    for name in {*__all__, *_MODULES}:
+        value = vars(sys.modules.get(_MODULES.get(name, __name__), types)).get(name)
+        if value is not None:
+            value.__module__ = __name__
+
+
+_set_modules()
+
+
+if not TYPE_CHECKING:  # to which every name would exist
+
+    def __getattr__(name: str) -> Any:
+        """Imports a tool from its module."""
+        if name not in _MODULES:
+            hint = "".join(f". {hint}." for names, hint in _HINTS.items() if name in names.split())
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}{hint}")
+        value = globals()[name] = getattr(import_module(_MODULES[name]), name)
+        _set_modules()
+        return value
 
 
 def __dir__() -> list[str]:
-    return sorted([*__all__, "__version__"])  # the public names that need no torch
+    names = {*__all__, *_MODULES} if find_spec("torch") else __all__  # help() reads the value of each
+    return sorted([*names, "__version__"])

@@ -11,12 +11,13 @@ The first parameter of `forward` decides, by the first line that applies:
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, ParamSpec, Protocol, TypeVar
+from typing import Any, ParamSpec, Protocol, TypedDict, TypeVar
 
 from jaxfn._context import FunctionCtx
 
 P = ParamSpec("P")
 R_co = TypeVar("R_co", covariant=True)
+Rule = Callable[..., Any] | None
 _F_co = TypeVar("_F_co", bound=Callable[..., Any], covariant=True)
 
 
@@ -47,3 +48,16 @@ class HasForward(Protocol[_F_co]):
 
     @property
     def forward(self) -> _F_co: ...
+
+
+class Rules(TypedDict, total=False):
+    """The keywords of `jaxfn.function`: rules and options."""
+
+    setup_context: Rule
+    jvp: Rule
+    vmap: Rule
+    name: str | None
+    generate_jvp_rule: bool
+    boxed_grads_call: bool
+    generate_vmap_rule: bool
+    clear_saved_tensors_on_access: bool

@@ -120,8 +120,10 @@ class _Overridable(Generic[_T]):
 class FunctionCtx:
     """The object by which `forward` passes values to `backward` and `jvp`: torch's ctx.
 
-    Assign any attribute (`ctx.scale = scale`): arrays inside become residuals, the rest is passed on unchanged. Each
-    call of a Function has its own ctx.
+    Assign any attribute (`ctx.scale = scale`): arrays inside become residuals, the rest is passed on unchanged. Saved
+    values come back with the shape and dtype that they had, and reading what was not saved raises `AttributeError`.
+    Each call of a Function has its own ctx. Create one to test a method alone, and assign what only a call knows
+    (`ctx.needs_input_grad = (True, False)`).
 
     Examples:
       >>> import jax, jax.numpy as jnp, jaxfn
@@ -135,6 +137,10 @@ class FunctionCtx:
       ...         return grad_output * ctx.factor, None
       >>> print(jax.grad(Scale.apply)(1.0, 3.0))
       3.0
+      >>> ctx = jaxfn.FunctionCtx()
+      >>> ctx.factor = 2.0
+      >>> Scale.backward(ctx, 5.0)
+      (10.0, None)
 
     Torch counterpart: `torch.autograd.function.FunctionCtx`.
     """
@@ -142,16 +148,17 @@ class FunctionCtx:
     # One slot of jaxfn's own, so that vars(ctx) is exactly what the user assigned.
     __slots__ = ("__dict__", "__weakref__", "_jaxfn")
 
-    def __init__(self, state: ContextState) -> None:
-        self._jaxfn = state
+    def __init__(self, _state: ContextState | None = None, /) -> None:
+        self._jaxfn = _state or ContextState.__new__(ContextState)  # without what only a call knows
 
     if TYPE_CHECKING:
 
         def __setattr__(self, name: str, value: Any) -> None: ...
 
     def __getattr__(self, name: str) -> Any:
-        if name == "num_outputs":
-            raise AttributeError("ctx.num_outputs is known once forward has returned: in setup_context and backward")
+        if name in ("num_inputs", "num_outputs", "needs_input_grad"):
+            when = "once forward has returned" if name == "num_outputs" else "in a call"
+            raise AttributeError(f"ctx.{name} is known {when}; assign it to a FunctionCtx that you have created")
         names = ", ".join(vars(self)) or "none"
         raise AttributeError(f"ctx has no attribute {name!r}: it was not set here or in forward (set: {names})")
 
@@ -166,15 +173,11 @@ class FunctionCtx:
           TypeError: a positional argument is neither an array nor `None`.
 
         Examples:
-          >>> import jax, jax.numpy as jnp, jaxfn
-          >>> @jaxfn.function
-          ... def square(ctx, x):
+          >>> import jax, jaxfn
+          >>> def forward(ctx, x):
           ...     ctx.save_for_backward(x)
           ...     return x * x
-          >>> @square.backward
-          ... def _(ctx, grad_output):
-          ...     (x,) = ctx.saved_tensors
-          ...     return 2 * x * grad_output
+          >>> square = jaxfn.function(forward, lambda ctx, grad_output: 2 * ctx.saved_tensors[0] * grad_output)
           >>> print(jax.grad(square)(3.0))
           6.0
 
@@ -197,17 +200,11 @@ class FunctionCtx:
 
         Examples:
           >>> import jax, jaxfn
-          >>> class Square(jaxfn.Function):
-          ...     @staticmethod
-          ...     def forward(ctx, x):
-          ...         ctx.save_for_forward(x)
-          ...         return x * x
-          ...     @staticmethod
-          ...     def jvp(ctx, tangent):
-          ...         (x,) = ctx.saved_tensors
-          ...         return 2 * x * tangent
-          >>> _, tangent = jax.jvp(Square.apply, (3.0,), (1.0,))
-          >>> print(tangent)
+          >>> def forward(ctx, x):
+          ...     ctx.save_for_forward(x)
+          ...     return x * x
+          >>> square = jaxfn.function(forward, jvp=lambda ctx, tangent: 2 * ctx.saved_tensors[0] * tangent)
+          >>> print(jax.jvp(square, (3.0,), (1.0,))[1])
           6.0
 
         Torch counterpart: `ctx.save_for_forward`.
@@ -248,7 +245,21 @@ class FunctionCtx:
     def mark_non_differentiable(self, *outputs: Any) -> None:
         """Declares that these outputs have no derivative: they pass through `jax.lax.stop_gradient`.
 
-        `backward` still gets an argument for each: zeros, or `None` when not materializing.
+        `backward` still gets an argument for each: zeros, or `None` when not materializing. A second call replaces the
+        first.
+
+        Args:
+          *outputs: arrays that `forward` returns; another array has no effect, and warns.
+
+        Examples:
+          >>> import jax, jax.numpy as jnp, jaxfn
+          >>> def forward(ctx, x):
+          ...     largest = jnp.max(x)
+          ...     ctx.mark_non_differentiable(largest)
+          ...     return x / 2, largest
+          >>> halve = jaxfn.function(forward, lambda ctx, grad_half, grad_largest: grad_half / 2)
+          >>> print(jax.grad(lambda x: sum(halve(x)))(3.0))
+          0.5
 
         Torch counterpart: `ctx.mark_non_differentiable`.
         """
@@ -258,7 +269,23 @@ class FunctionCtx:
         """Declares that `forward` updates these inputs and returns their new values.
 
         JAX arrays are immutable: the caller's array is unchanged, and the returned one has the new value. A `jax.Ref`
-        argument is updated in place and need not be returned.
+        argument is updated in place and need not be returned. A second call replaces the first.
+
+        Args:
+          *inputs: arrays that were passed to `forward`; it must return one of the shape and dtype of each.
+
+        Raises:
+          ValueError: an argument is not an array input, or no output has its shape and dtype; raised after `forward`.
+
+        Examples:
+          >>> import jax, jaxfn
+          >>> def forward(ctx, total, x):
+          ...     total[...] += x
+          ...     ctx.mark_dirty(total)
+          ...     return x * total[...]
+          >>> total = jax.new_ref(1.0)
+          >>> print(jaxfn.function(forward)(total, 2.0), total[...])
+          6.0 3.0
 
         Torch counterpart: `ctx.mark_dirty`.
         """
@@ -302,7 +329,22 @@ class FunctionCtx:
             log(name, value)
 
     def set_materialize_grads(self, value: bool) -> None:
-        """Sets whether `backward` receives zeros or `None` for an output whose gradient is symbolically zero.
+        """Sets whether `backward` and `jvp` receive zeros or `None` for what is not differentiated.
+
+        Args:
+          value: if false, `backward` gets `None` for an output whose gradient is symbolically zero, and `jvp` for an
+            input without a tangent. By default they get zeros of its shape and dtype.
+
+        Examples:
+          >>> import jax, jaxfn
+          >>> def forward(ctx, x):
+          ...     ctx.set_materialize_grads(False)
+          ...     return 2 * x, 3 * x
+          >>> def backward(ctx, grad_double, grad_triple):
+          ...     return None if grad_double is None else 2 * grad_double
+          >>> multiples = jaxfn.function(forward, backward)
+          >>> print(jax.grad(lambda x: multiples(x)[1])(1.0))
+          0.0
 
         Torch counterpart: `ctx.set_materialize_grads`.
         """

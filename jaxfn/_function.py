@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import suppress
 from functools import lru_cache
-from typing import Any, ClassVar, Never, overload
+from typing import TYPE_CHECKING, Any, ClassVar, Never, overload
 
 from jaxfn._apply_types import HasForward, P, R_co, TakesAnything, TakesCtx, TakesFunctionCtx
 from jaxfn._diagnostics import add_numpy_hint, hide_own_frames
@@ -28,13 +28,13 @@ class ApplyDescriptor:
     """
 
     @overload
-    def __get__(self, instance: object, owner: HasForward[TakesCtx[P, R_co]]) -> Callable[P, R_co]: ...
+    def __get__(self, instance: object, owner: type[HasForward[TakesCtx[P, R_co]]]) -> Callable[P, R_co]: ...
     @overload
-    def __get__(self, instance: object, owner: HasForward[TakesAnything[R_co]]) -> Callable[..., R_co]: ...
+    def __get__(self, instance: object, owner: type[HasForward[TakesAnything[R_co]]]) -> Callable[..., R_co]: ...
     @overload
-    def __get__(self, instance: object, owner: HasForward[TakesFunctionCtx[P, R_co]]) -> Callable[P, R_co]: ...
+    def __get__(self, instance: object, owner: type[HasForward[TakesFunctionCtx[P, R_co]]]) -> Callable[P, R_co]: ...
     @overload
-    def __get__(self, instance: object, owner: HasForward[Callable[P, R_co]]) -> Callable[P, R_co]: ...
+    def __get__(self, instance: object, owner: type[HasForward[Callable[P, R_co]]]) -> Callable[P, R_co]: ...
     @overload
     def __get__(self, instance: object, owner: Any) -> Callable[..., Any]: ...
     def __get__(self, instance: object, owner: Any) -> Callable[..., Any]:
@@ -45,8 +45,9 @@ class Function:
     """A function with a custom derivative, by torch's protocol.
 
     Subclass it, write `forward` and `backward` as static methods, and call `apply`. `forward` returns any pytree; a
-    tuple is several outputs. `backward` takes a gradient for each output, and returns one for each input, `None` for
-    none.
+    tuple is several outputs. `backward` takes a gradient for each output, of its shape and dtype, and returns one for
+    each input, `None` for none: of the input's shape (what was broadcast is summed), and cast to the input's dtype. Any
+    other shape or structure raises an error that names the input.
 
     `forward` runs once per call, eagerly or while JAX traces; `backward` runs when JAX differentiates in reverse, and
     what it does can be differentiated again. Instead of `forward(ctx, ...)` a Function may define `forward(...)` and
@@ -98,12 +99,14 @@ class Function:
     clear_saved_tensors_on_access: ClassVar[bool] = False
     """Ignored, accepted for torch's protocol: JAX frees residuals automatically."""
 
-    def __new__(cls, *args: Any, **kwargs: Any) -> Never:
-        name = cls.__name__
-        raise TypeError(
-            f"{name} cannot be instantiated (torch's legacy, non-static Functions are not supported). Call "
-            f"{name}.apply(...), and pass what __init__ stored as arguments of forward with gradient None."
-        )
+    if not TYPE_CHECKING:  # to a checker, what returns Never ends the program, and has no `apply`
+
+        def __new__(cls, *args: Any, **kwargs: Any) -> Never:
+            name = cls.__name__
+            raise TypeError(
+                f"{name} cannot be instantiated (torch's legacy, non-static Functions are not supported). Call "
+                f"{name}.apply(...), and pass what __init__ stored as arguments of forward with gradient None."
+            )
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -236,3 +239,6 @@ class _Dispatcher:
         except TypeError as error:
             add_numpy_hint(error, methods.name, names, values)
             raise
+
+
+Function.__init_subclass__()  # with an `apply` that says what a subclass must define

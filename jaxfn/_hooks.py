@@ -47,18 +47,15 @@ def saved_tensors_hooks(pack_hook: Callable[[Any], Any], unpack_hook: Callable[[
       unpack_hook: takes that pytree, and returns the array that `backward` reads.
 
     Raises:
+      TypeError: a hook is not a function.
       RuntimeError: inside `disable_saved_tensors_hooks`.
 
     Examples:
       >>> import jax, jax.numpy as jnp, jaxfn
-      >>> @jaxfn.function
-      ... def square(ctx, x):
+      >>> def forward(ctx, x):
       ...     ctx.save_for_backward(x)
       ...     return x * x
-      >>> @square.backward
-      ... def _(ctx, grad_output):
-      ...     (x,) = ctx.saved_tensors
-      ...     return 2 * x * grad_output
+      >>> square = jaxfn.function(forward, lambda ctx, grad_output: 2 * ctx.saved_tensors[0] * grad_output)
       >>> def pack(x):
       ...     return x.astype(jnp.bfloat16)
       >>> def unpack(x):
@@ -69,9 +66,16 @@ def saved_tensors_hooks(pack_hook: Callable[[Any], Any], unpack_hook: Callable[[
 
     Torch counterpart: `torch.autograd.graph.saved_tensors_hooks`.
     """
+    for name, hook in (("pack_hook", pack_hook), ("unpack_hook", unpack_hook)):
+        if not callable(hook):
+            raise TypeError(f"saved_tensors_hooks: {name} is of type {type(hook).__name__}; expected a function.")
+    return _entered(Hooks(pack_hook, unpack_hook))  # no generator itself, so that a call raises
+
+
+def _entered(hooks: Hooks) -> Generator[None]:
     if _disabled.value is not None:
         raise RuntimeError(_disabled.value)
-    with HOOKS(Hooks(pack_hook, unpack_hook)):
+    with HOOKS(hooks):
         yield
 
 
@@ -113,14 +117,10 @@ def save_on_host() -> Generator[None]:
 
     Examples:
       >>> import jax, jaxfn
-      >>> @jaxfn.function
-      ... def square(ctx, x):
+      >>> def forward(ctx, x):
       ...     ctx.save_for_backward(x)
       ...     return x * x
-      >>> @square.backward
-      ... def _(ctx, grad_output):
-      ...     (x,) = ctx.saved_tensors
-      ...     return 2 * x * grad_output
+      >>> square = jaxfn.function(forward, lambda ctx, grad_output: 2 * ctx.saved_tensors[0] * grad_output)
       >>> with jaxfn.save_on_host():
       ...     print(jax.grad(square)(3.0))
       6.0

@@ -73,7 +73,9 @@ class UserMethods:
         self._custom_derivatives: dict[bool, Any] = {}
         if not _is_defined(self._forward):
             hint = _similar_attribute(function, "forward")
-            raise NotImplementedError(f"{self.name} defines no forward. Write it as a static method.{hint}")
+            raise NotImplementedError(
+                f"{self.name} defines no forward. Write it as a static method of a subclass of Function.{hint}"
+            )
         hint = partial(_similar_attribute, function, "setup_context")
         self.signature = ForwardSignature(self._forward, not self._is_separate, self.name, hint)
         self.has_backward = _is_defined(function.backward) or _is_defined(function.vjp)

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar, cast
 
 from jaxfn._context import FunctionCtx, collect_saved
 from jaxfn._primitives import DeferredError, guard
 from jaxfn._tree import as_array, flatten
 
+_F = TypeVar("_F", bound=Callable[..., Any])
 
-def once_differentiable(backward: Callable[..., Any]) -> Callable[..., Any]:
+
+def once_differentiable(backward: _F) -> _F:
     """Declares that a `backward` cannot be differentiated itself.
 
     The first derivative works everywhere. Differentiating through `backward`, with respect to the gradients it gets or
@@ -59,4 +61,4 @@ def once_differentiable(backward: Callable[..., Any]) -> Callable[..., Any]:
         gradients, spec = flatten(backward(ctx, *grad_outputs))
         return spec.unflatten(iter(guard(list(map(as_array, gradients)), inputs, error)))
 
-    return guarded
+    return cast(_F, guarded)

@@ -319,6 +319,9 @@ def test_an_eager_shard_map():
 @row("A6")
 def test_a_function_without_forward_or_ctx():
     """test_messages.py asserts that an instance is rejected."""
+    assert hasattr(jaxfn.Function, "apply")
+    with pytest.raises(NotImplementedError, match=r"^Function defines no forward.*static method of a subclass"):
+        jaxfn.Function.apply(1.0)
     with pytest.raises(NotImplementedError, match="Empty defines no forward"):
         type("Empty", (jaxfn.Function,), {}).apply(1.0)
     no_ctx = type("NoCtx", (jaxfn.Function,), {"forward": staticmethod(lambda: 1.0)})

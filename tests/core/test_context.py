@@ -819,3 +819,30 @@ def test_each_call_has_a_separate_ctx(lib):
     nested = lambda x: Scale.apply(Scale.apply(x, 2.0), 3.0) + Scale.apply(x, 5.0)  # noqa: E731
     assert_gradients(lib, nested, [X], (48 * X**3 + 10 * X) * G)
     assert len({id(c) for c in contexts}) == len(contexts) == 3
+
+
+@row("B12")
+def test_methods_run_alone_on_a_ctx_without_a_call():
+    x, w = jnp.array([0.5, -2.0]), jnp.array([3.0, 0.25])
+    ctx = jaxfn.FunctionCtx()
+    np.testing.assert_array_equal(Mul.forward(ctx, x, w), x * w)
+    ctx.needs_input_grad = (True, False)
+    grad_x, grad_w = jax.jit(lambda g: Mul.backward(ctx, g))(2 * x)
+    np.testing.assert_array_equal(grad_x, 2 * x * w)
+    assert grad_w is None
+
+
+@row("B12")
+def test_a_ctx_without_a_call_knows_what_is_assigned_to_it():
+    ctx = jaxfn.FunctionCtx()
+    ctx.save_for_backward(None, n=3)
+    ctx.set_materialize_grads(False)
+    ctx.log(x=1.0)
+    assert ctx.saved_tensors == (None,) and ctx.saved_variables.n == 3 and vars(ctx) == {}
+    for name in ("needs_input_grad", "num_inputs", "num_outputs"):
+        with pytest.raises(AttributeError, match=rf"^ctx\.{name} is known .*; assign it to a FunctionCtx"):
+            getattr(ctx, name)
+        setattr(ctx, name, (False,))
+        assert getattr(ctx, name) == (False,)
+    with pytest.raises(AttributeError, match="ctx has no attribute 'scale'"):
+        print(ctx.scale)

@@ -1,7 +1,9 @@
-"""The `function` decorator and `autograd_function`: one implementation, the class's rules and errors."""
+"""Functions without a class, in every spelling: one implementation, the class's rules and errors."""
 
+import functools
 import inspect
 import pickle
+import pydoc
 
 import jax
 import jax.numpy as jnp
@@ -90,6 +92,130 @@ def test_setup_context_registered_after_a_call():
     f.backward(lambda ctx, g: 7 * g)
     assert f(1.0) == 1.0
     assert jax.grad(f)(1.0) == 7.0
+
+
+def sine(ctx, x):
+    ctx.save_for_backward(x)
+    return jnp.sin(x)
+
+
+def slope(ctx, g):
+    return 3 * g * jnp.cos(ctx.saved_tensors[0])  # 3 tells the rule from JAX's derivative
+
+
+def by_attributes(forward, backward):
+    f = jaxfn.function(forward)
+    f.backward, f.generate_jvp_rule = backward, True
+    return f
+
+
+def by_decorator(forward, backward):
+    f = jaxfn.function(generate_jvp_rule=True)(forward)
+    assert f.backward(backward) is backward
+    return f
+
+
+SPELLINGS = {
+    "call": lambda *rules: jaxfn.function(*rules, generate_jvp_rule=True),
+    "keywords": lambda f, b: jaxfn.autograd_function(forward=f, backward=b, generate_jvp_rule=True),
+    "jvp": lambda f, b: jaxfn.function(f, jvp=b),
+    "decorator": by_decorator,
+    "partial": lambda f, b: functools.partial(jaxfn.function, generate_jvp_rule=True)(f, b),
+    "assignment": by_attributes,
+}
+
+
+@row("B1")
+@pytest.mark.parametrize("spelling", SPELLINGS)
+def test_rules_and_options_in_every_spelling(spelling):
+    f = SPELLINGS[spelling](sine, slope)
+    x = jnp.array([0.3, 1.2])
+    np.testing.assert_allclose(jax.grad(lambda x: f(x).sum())(x), 3 * jnp.cos(x), rtol=1e-6)
+    np.testing.assert_allclose(jax.jit(lambda x: jax.jvp(f, (x,), (x,))[1])(x), 3 * x * jnp.cos(x), rtol=1e-6)
+    assert f.generate_jvp_rule is (spelling != "jvp") and f.forward is sine and f.__name__ == "sine"
+
+
+@row("B1")
+def test_separate_style_with_every_rule_in_one_call():
+    batched = []
+
+    def vmap(info, in_dims, x):
+        batched.append(info.batch_size)
+        return 2 * x, in_dims[0]
+
+    def backward(ctx, gradients):
+        assert isinstance(gradients, list)
+        return ctx.factor * gradients[0]
+
+    f = jaxfn.function(
+        lambda x: 2 * x,
+        backward,
+        setup_context=lambda ctx, inputs, output: setattr(ctx, "factor", 2),
+        vmap=vmap,
+        boxed_grads_call=True,
+        clear_saved_tensors_on_access=True,
+        name="double",
+    )
+    assert jax.vmap(f)(jnp.ones(3)).sum() == 6 and batched == [3] and jax.grad(f)(1.0) == 2
+    assert f.boxed_grads_call and f.clear_saved_tensors_on_access and not f.generate_vmap_rule
+    assert repr(f) == "<jaxfn function double: backward, vmap>"
+
+
+class Identity(jaxfn.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x
+
+
+MISTAKES = {
+    "a number": (lambda f: jaxfn.function(3), TypeError, "a function forward.ctx, .args., got 3"),
+    "an array": (lambda f: jaxfn.function(jnp.ones(2)), TypeError, "forward.ctx, .args., got Array"),
+    "a Function": (
+        lambda f: jaxfn.function(Identity),
+        TypeError,
+        "got Identity. A Function is called as it is: F.apply",
+    ),
+    "its apply": (lambda f: jaxfn.function(Identity.apply), TypeError, "got Identity.apply. A Function"),
+    "a class": (lambda f: jaxfn.function(dict), TypeError, "got dict.*from_torch"),
+    "a function": (lambda f: jaxfn.function(f), TypeError, "got sine.*called as it is: F.apply.x., f.x."),
+    "R's name": (lambda f: jaxfn.autograd_function(3), TypeError, "got 3"),
+    "a rule": (lambda f: jaxfn.function(sine, 3), TypeError, r"sine\.backward is of type int; expected a function"),
+    "a keyword": (
+        lambda f: jaxfn.function(sine, vmap=3),
+        TypeError,
+        r"sine\.vmap is of type int; expected a function",
+    ),
+    "an option": (lambda f: jaxfn.function(sine, generate_jvp=True), TypeError, "generate_jvp"),
+    "a registered rule": (lambda f: f.jvp(3), TypeError, r"sine\.jvp is of type int"),
+    "no rule": (lambda f: f.backward(None), TypeError, r"sine\.backward is of type NoneType"),
+    "an assigned rule": (lambda f: setattr(f, "backward", 3), TypeError, r"sine\.backward is of type int"),
+    "a misspelled rule": (lambda f: setattr(f, "backwrad", slope), AttributeError, "no rule or option 'backwrad'"),
+    "the class": (lambda f: setattr(f, "Function", Identity), AttributeError, "no rule or option 'Function'"),
+    "its call": (lambda f: setattr(f, "apply", slope), AttributeError, "no rule or option 'apply'"),
+    "defvjp": (lambda f: f.defvjp(sine, slope), AttributeError, "no rule or option 'defvjp'. @sine.backward, .setup"),
+}
+
+
+@row("B1")
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_mistakes_are_not_accepted_in_silence(mistake):
+    run, error, message = MISTAKES[mistake]
+    with pytest.raises(error, match=message):
+        run(jaxfn.function(sine))
+
+
+@row("B1", "L3")
+def test_the_class_and_its_objects_show_what_they_are():
+    assert jaxfn.autograd_function is jaxfn.function and isinstance(mul_constant, jaxfn.function)
+    names = list(inspect.signature(jaxfn.function).parameters)
+    assert names[:6] == ["forward", "backward", "setup_context", "jvp", "vmap", "name"]
+    assert set(names[6:]) == {name for name, value in vars(jaxfn.Function).items() if value is False} - {
+        "_jaxfn_takes_torch_tensors"
+    }
+    assert "mul_constant(tensor, constant)" in pydoc.plain(pydoc.render_doc(mul_constant))
+    assert "generate_jvp_rule" in pydoc.render_doc(jaxfn.function)
+    assert "def mul_constant(ctx, tensor, constant)" in inspect.getsource(mul_constant)
+    mul_constant.__doc__ += ""  # as of a function
 
 
 @row("B5")

@@ -675,3 +675,10 @@ def test_matches_torch():
     # torch's own operations (x * 3, and those of backward) pack nothing here that jaxfn's do not.
     assert [e for e in ours if not isinstance(e, tuple)] == [e for e in theirs if not isinstance(e, tuple)]
     assert sorted(map(str, ours)) == sorted(map(str, theirs))
+
+
+@row("F1")
+@pytest.mark.parametrize("name, hooks", [("pack_hook", (1, 2)), ("unpack_hook", (jnp.sin, None))])
+def test_hooks_that_are_not_functions_raise_where_they_are_passed(name, hooks):
+    with pytest.raises(TypeError, match=rf"^saved_tensors_hooks: {name} is of type \w+; expected a function"):
+        jaxfn.saved_tensors_hooks(*hooks)

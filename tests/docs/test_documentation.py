@@ -1,9 +1,12 @@
 """Every example in the README, the pages and the docstrings runs, and the package is what it says it is."""
 
+import ast
 import doctest
 import importlib
+import importlib.util
 import inspect
 import itertools
+import pickle
 import re
 import subprocess
 import sys
@@ -31,8 +34,18 @@ WITH_EXAMPLES = [
 def test_docstring_examples(name):
     if name.startswith(("jaxfn._torch", "jaxfn._parity")):
         pytest.importorskip("torch")
-    results = doctest.testmod(importlib.import_module(name), optionflags=doctest.IGNORE_EXCEPTION_DETAIL)
-    assert results.failed == 0
+    module = importlib.import_module(name)
+    source = Path(module.__file__).read_text()
+    finder, runner = doctest.DocTestFinder(), doctest.DocTestRunner(optionflags=doctest.IGNORE_EXCEPTION_DETAIL)
+    found = finder.find(module)  # without what is public, whose module is jaxfn
+    for name in {node.name for node in ast.parse(source).body if isinstance(node, ast.ClassDef | ast.FunctionDef)}:
+        if getattr(vars(module).get(name), "__module__", None) == "jaxfn":
+            found += finder.find(getattr(module, name), module=False, globs=vars(module))
+    tests = {test.docstring: test for test in found}.values()
+    assert sum(len(test.examples) for test in tests) >= source.count(">>> ")
+    for test in tests:
+        runner.run(test)
+    assert runner.failures == 0
 
 
 def test_there_are_docstring_examples():
@@ -47,10 +60,55 @@ def test_all_that_users_are_handed_has_a_public_name_and_a_docstring():
     namespace = {}
     exec("from jaxfn import *", namespace)
     assert set(jaxfn.__all__) <= namespace.keys()
-    assert dir(jaxfn) == sorted([*jaxfn.__all__, "__version__"])
+    lazy = ["ConvertedFunction", "ConvertedModule", "Explanation"] if importlib.util.find_spec("torch") else []
+    assert dir(jaxfn) == sorted([*jaxfn.__all__, "__version__", *lazy])
     assert len(inspect.getmembers(jaxfn)) == len(dir(jaxfn))  # as help() asks for them, where there is no torch too
     assert all(getattr(jaxfn, name).__doc__ for name in jaxfn.__all__)
     assert isinstance(jaxfn.gradcheck(lambda x: x * x, np.float64(1), return_report=True), jaxfn.GradcheckReport)
+
+
+def test_the_module_of_everything_public_is_jaxfn():
+    for name in set(dir(jaxfn)) - {"__version__"}:
+        value = getattr(jaxfn, name)
+        assert value.__module__ == "jaxfn" and pickle.loads(pickle.dumps(value)) is value, name
+
+
+@row("L2")
+def test_torchs_import_with_the_package_replaced():
+    from jaxfn.function import FunctionCtx, once_differentiable  # pyright: ignore
+
+    assert once_differentiable is jaxfn.once_differentiable and FunctionCtx is jaxfn.FunctionCtx
+    assert isinstance(jaxfn.function, type) and importlib.import_module("jaxfn.function") is jaxfn
+    with pytest.raises(ImportError, match="cannot import name 'nothing' from 'jaxfn'"):
+        from jaxfn.function import nothing  # noqa: F401
+
+
+GUESSES = """
+    autograd: jaxfn.Function
+    graph: jaxfn.saved_tensors_hooks
+    check_grads: jaxfn.gradcheck
+    custom_vjp: @jaxfn.function
+    custom_jvp: @jaxfn.function
+    source: jaxfn.from_torch
+    log: jaxfn.with_logs
+    logs: jaxfn.with_logs
+    detect_anomaly: jaxfn.find_nan
+    saved_residuals: jaxfn.residuals
+    debug_nans: jaxfn.find_nan
+    surrogate: jaxfn.gradcheck
+    straight_through: jaxfn.gradcheck
+    convert: jaxfn.from_torch
+    version: jaxfn.__version__
+    testing: jaxfn.check
+"""
+
+
+@pytest.mark.parametrize("guess", textwrap.dedent(GUESSES).strip().splitlines())
+def test_a_name_that_is_tried_first_raises_with_what_to_write(guess):
+    name, hint = guess.split(": ")
+    with pytest.raises(AttributeError, match=rf"^module 'jaxfn' has no attribute '{name}'\. .*{hint}\b.*\.$"):
+        getattr(jaxfn, name)
+    assert not hasattr(jaxfn, name) and hasattr(jaxfn, hint.split(".")[1])
 
 
 def test_the_first_screens_of_help_name_everything_public():

@@ -1,6 +1,6 @@
-"""Functions as a user writes them, with the obvious annotations: pyright accepts this file in strict mode.
+"""Functions as a user writes them, with the obvious annotations: pyright and mypy accept this file in strict mode.
 
-`test_types.py` runs it, too.
+`test_types.py` runs it, too, and `typed_mistakes.py` has what both report.
 """
 
 from typing import assert_type
@@ -53,12 +53,12 @@ class Square(jaxfn.Function):
 
     @staticmethod
     def backward(ctx: FunctionCtx, grad_output: jax.Array) -> jax.Array | None:
-        (x,) = ctx.saved_tensors
+        x: jax.Array = ctx.saved_tensors[0]
         return 2 * x * grad_output if ctx.needs_input_grad[0] else None
 
     @staticmethod
     def jvp(ctx: FunctionCtx, tangent: jax.Array) -> jax.Array:
-        (x,) = ctx.saved_tensors
+        x: jax.Array = ctx.saved_tensors[0]
         return 2 * x * tangent
 
     @staticmethod
@@ -75,7 +75,44 @@ def cube(ctx: FunctionCtx, x: jax.Array) -> jax.Array:
 
 @cube.backward
 def _(ctx: FunctionCtx, grad_output: jax.Array) -> jax.Array:
-    return 3 * ctx.saved_variables.x**2 * grad_output
+    x: jax.Array = ctx.saved_variables.x
+    return grad_output * (3 * x**2)
+
+
+def twice_forward(x: jax.Array) -> jax.Array:
+    return 2 * x
+
+
+def twice_setup(ctx: FunctionCtx, inputs: tuple[jax.Array], output: jax.Array) -> None:
+    ctx.factor = 2
+
+
+def twice_backward(ctx: FunctionCtx, grad_output: jax.Array) -> jax.Array:
+    factor: int = ctx.factor
+    return grad_output * factor
+
+
+twice = jaxfn.function(twice_forward, twice_backward, setup_context=twice_setup, name="twice")
+again: jaxfn.function[[jax.Array], jax.Array] = jaxfn.autograd_function(twice_forward, twice_backward)
+again.setup_context(twice_setup)
+again.generate_jvp_rule = True
+
+
+@jaxfn.function(generate_jvp_rule=True)
+def negated(ctx: FunctionCtx, x: jax.Array) -> jax.Array:
+    return -x
+
+
+@negated.backward
+def _(ctx: FunctionCtx, grad_output: jax.Array) -> jax.Array:
+    return -grad_output
+
+
+def backward_alone() -> jax.Array:
+    """A rule without a call."""
+    ctx = FunctionCtx()
+    ctx.factor = 3
+    return jaxfn.once_differentiable(twice_backward)(ctx, jax.numpy.ones(2))
 
 
 def loss(x: jax.Array) -> jax.Array:
@@ -88,7 +125,11 @@ def loss(x: jax.Array) -> jax.Array:
     assert_type(squared, jax.Array)
     cubed = cube(squared)
     assert_type(cubed, jax.Array)
-    return (first * cubed).sum()
+    doubled = again(twice(cubed))
+    assert_type(doubled, jax.Array)
+    with jaxfn.save_on_host(), jaxfn.saved_tensors_hooks(lambda saved: saved, lambda packed: packed):
+        flipped: jax.Array = negated(doubled)
+        return (first * flipped).sum()
 
 
 x = np.linspace(0.1, 0.5, 3)

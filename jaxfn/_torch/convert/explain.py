@@ -117,6 +117,8 @@ class Explanation:
         assumed values. Their `line.callable` is a function that `ops=` can name.
     """
 
+    __module__ = "jaxfn"
+
     def __init__(self, name: str, parts: Sequence[Part], values_needed: Sequence[Read] = ()) -> None:
         self.name = name
         self.parts = list(parts)

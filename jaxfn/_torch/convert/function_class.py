@@ -53,6 +53,8 @@ class _ConvertedFunctionType(type):
 class ConvertedFunction(Function, metaclass=_ConvertedFunctionType):
     """A Function whose methods are those of a torch Function, `torch_function`."""
 
+    __module__ = "jaxfn"
+
     torch_function: ClassVar[Any]
     adapter: ClassVar[FunctionAdapter]
     _jaxfn_takes_torch_tensors = True  # They are constants.

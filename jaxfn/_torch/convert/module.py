@@ -55,6 +55,8 @@ class ConvertedModule:
       torch_module: The module itself.
     """
 
+    __module__ = "jaxfn"
+
     __slots__ = ("__weakref__", "_callable", "_converted_by_mode", "_modes", "_warned", "torch_module")
 
     torch_module: torch.nn.Module
