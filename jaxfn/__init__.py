@@ -36,13 +36,14 @@ Look into a program
 
 Bring torch code over
   from_torch               convert a torch Function, function or module, unchanged
-  register_translation     a JAX function for an operation that has no translation
+  explain                  show how torch code is translated
+  port                     rewrite the source of torch code for JAX
   paritycheck              compare a port with the original
   record_oracle            store the original's results, to compare without torch
 
 Types of results and errors: CallableFunction, VmapInfo; CheckReport and CheckError, the bases of FunctionReport,
 GradcheckReport, GradcheckError, Mismatch, KernelReport, KernelcheckError, ParityReport and ParitycheckError; Residual,
-ResidualTable, ResidualComparison; NanOrigin; ConvertedFunction, ConvertedModule, Explanation and TranslationError.
+ResidualTable, ResidualComparison; NanOrigin; ConvertedModule, Explanation and TranslationError.
 """
 
 from importlib import import_module
@@ -72,12 +73,11 @@ if TYPE_CHECKING:
     from jaxfn._kernelcheck import KernelcheckError, KernelReport, kernelcheck
     from jaxfn._parity.paritycheck import paritycheck, record_oracle
     from jaxfn._parity.report import ParitycheckError, ParityReport
-    from jaxfn._torch import TranslationError, from_torch, register_translation
+    from jaxfn._torch import TranslationError, explain, from_torch, port
     from jaxfn._torch.convert.explain import Explanation as Explanation
-    from jaxfn._torch.convert.function_class import ConvertedFunction as ConvertedFunction
     from jaxfn._torch.convert.module import ConvertedModule as ConvertedModule
 
-__all__ = [  # and ConvertedFunction, ConvertedModule and Explanation, which need torch
+__all__ = [  # and ConvertedModule and Explanation, which need torch
     "CallableFunction",
     "CheckError",
     "CheckReport",
@@ -100,6 +100,7 @@ __all__ = [  # and ConvertedFunction, ConvertedModule and Explanation, which nee
     "autograd_function",
     "check",
     "disable_saved_tensors_hooks",
+    "explain",
     "find_nan",
     "from_torch",
     "function",
@@ -109,8 +110,8 @@ __all__ = [  # and ConvertedFunction, ConvertedModule and Explanation, which nee
     "logged",
     "once_differentiable",
     "paritycheck",
+    "port",
     "record_oracle",
-    "register_translation",
     "residuals",
     "save_on_host",
     "saved_tensors_hooks",
@@ -138,9 +139,8 @@ _TOOLS = {
     "jaxfn._kernelcheck": ("KernelReport", "KernelcheckError", "kernelcheck"),
     "jaxfn._parity.paritycheck": ("paritycheck", "record_oracle"),
     "jaxfn._parity.report": ("ParitycheckError", "ParityReport"),
-    "jaxfn._torch": ("TranslationError", "from_torch", "register_translation"),
+    "jaxfn._torch": ("TranslationError", "explain", "from_torch", "port"),
     "jaxfn._torch.convert.explain": ("Explanation",),
-    "jaxfn._torch.convert.function_class": ("ConvertedFunction",),
     "jaxfn._torch.convert.module": ("ConvertedModule",),
 }
 _MODULES = {name: module for module, names in _TOOLS.items() for name in names}

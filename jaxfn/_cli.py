@@ -69,10 +69,10 @@ def _parser() -> argparse.ArgumentParser:
     parity.add_argument("reference", nargs="?", help="module:name of the torch Function or function")
     parity.add_argument("--oracle", help="file that jaxfn.record_oracle wrote, instead of a reference and inputs")
     _add_inputs(parity, "float32")
-    explain = _command(commands, "explain", _explain, "show the translation of torch code (jaxfn.from_torch)")
-    explain.add_argument("function", help="module:name of a torch Function")
+    explain = _command(commands, "explain", _explain, "show the translation of torch code (jaxfn.explain)")
+    explain.add_argument("function", help="module:name of a torch Function, function or module")
     _add_inputs(explain, "float32")
-    port = _command(commands, "port", _port, "rewrite torch code for JAX, with a test (jaxfn.from_torch(F).source)")
+    port = _command(commands, "port", _port, "rewrite torch code for JAX, with a test (jaxfn.port)")
     port.add_argument("function", help="module:name of a torch Function or function")
     port.add_argument(
         "--example",
@@ -178,11 +178,9 @@ def _explain(options: Any) -> int:
         converted = jaxfn.from_torch(_load(options.function))
     except (ImportError, TypeError) as error:
         raise _UsageError(str(error)) from error
-    if not hasattr(converted, "explain"):
-        raise _UsageError(f"{options.function} is a Python function; explain takes a torch Function")
-    explanation = converted.explain(*_inputs(options))
+    explanation = jaxfn.explain(converted, *_inputs(options))
     print(json.dumps({"explanation": str(explanation)}) if options.json else explanation)
-    return 0
+    return 0 if explanation else 1
 
 
 def _port(options: Any) -> int:

@@ -64,8 +64,7 @@ def write_port(original: Any, examples: Sequence[Sequence[Any]], path: Path) -> 
       TranslationError: The source cannot be rewritten.
       TypeError: An argument cannot be recorded.
     """
-    converted: Any = jaxfn.from_torch(original)
-    text = converted.source(*examples[0], examples=examples[1:])
+    text = jaxfn.port(original, *examples[0], examples=examples[1:])
     path.write_text(text)
     name = original.__name__
     is_class = isinstance(original, type)

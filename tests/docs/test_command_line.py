@@ -100,8 +100,11 @@ def test_parity_and_explain(folder):
     right = run(folder, "parity", "functions:square", "torch:square", "--shape", "3")
     assert right.returncode == 0 and "paritycheck" in right.stdout, right.stderr
     assert run(folder, "parity", "functions:wrong", "torch:square", "--shape", "3").returncode == 1
-    failed = run(folder, "explain", "torch:square", "--shape", "3")
-    assert failed.returncode == 2 and "explain takes a torch Function" in failed.stderr
+    explained = run(folder, "explain", "torch:square", "--shape", "3")
+    assert explained.returncode == 0 and "aten.pow.Tensor_Scalar" in explained.stdout, explained.stderr
+    assert run(folder, "explain", "torch:bincount", "--shape", "3").returncode == 1
+    failed = run(folder, "explain", "functions:square", "--shape", "3")
+    assert failed.returncode == 2 and "already runs on JAX" in failed.stderr
 
 
 RAISING = {

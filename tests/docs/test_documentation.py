@@ -38,7 +38,7 @@ def test_docstring_examples(name):
 def test_there_are_docstring_examples():
     names = "Function FunctionCtx function autograd_function once_differentiable gradcheck gradgradcheck GradcheckError"
     hooks = "saved_tensors_hooks save_on_host disable_saved_tensors_hooks"
-    for name in (*names.split(), *hooks.split(), "from_torch", "paritycheck", "record_oracle"):
+    for name in (*names.split(), *hooks.split(), "from_torch", "explain", "port", "paritycheck", "record_oracle"):
         doc = getattr(jaxfn, name).__doc__
         assert ">>>" in doc and "Torch counterpart" in doc, name
 
@@ -103,7 +103,7 @@ def test_links_of_the_files_next_to_README_resolve():
 def test_every_public_name_is_on_the_page_of_the_API():
     pages = "".join(page.read_text() for page in (ROOT / "docs" / "api").glob("*.md"))
     names = re.findall(r"^::: jaxfn\.(\w+)$", pages, re.MULTILINE)
-    assert sorted(names) == sorted([*jaxfn.__all__, "ConvertedFunction", "ConvertedModule", "Explanation"])
+    assert sorted(names) == sorted([*jaxfn.__all__, "ConvertedModule", "Explanation"])
 
 
 @row("L2")

@@ -1,11 +1,11 @@
-"""The result of `from_torch(F).explain(*args)`."""
+"""The result of `jaxfn.explain`, and where converted code comes from."""
 
 from __future__ import annotations
 
 import html
 import inspect
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from jaxfn._torch.convert.definition import Definition
@@ -108,7 +108,7 @@ def _describe_function(function: Any, definition: Definition, times: int) -> App
 
 
 class Explanation:
-    """An explanation of how torch code is translated for certain arguments. Prints as text.
+    """An explanation of how torch code is translated for certain arguments. Prints as text; true if it is supported.
 
     Attributes:
       name: The name of the code.
@@ -127,6 +127,9 @@ class Explanation:
         """Whether all of the code can run on JAX."""
         return not any(part.error or part.unsupported for part in self.parts)
 
+    def __bool__(self) -> bool:
+        return self.is_supported
+
     def __str__(self) -> str:
         reads = "".join(map(str, self.values_needed))
         needed = [f"concrete values of tensors that Python code reads:{reads}"] if reads else []
@@ -137,6 +140,22 @@ class Explanation:
     def _repr_html_(self) -> str:
         """Returns the explanation for a notebook."""
         return f"<pre>{html.escape(str(self))}</pre>"
+
+
+class Conversion(NamedTuple):
+    """Converted torch code: the attribute `_jaxfn_conversion` of what `from_torch` returns.
+
+    Attributes:
+      original: The torch code.
+      call: Its conversion, a function of arrays.
+      key_name: The name of the parameter for the random key.
+      explain: Explains a call, from its args and kwargs.
+    """
+
+    original: Any
+    call: Callable[..., Any]
+    key_name: str
+    explain: Callable[[tuple[Any, ...], dict[str, Any]], Explanation]
 
 
 def _indent(text: Any) -> str:

@@ -14,6 +14,7 @@ from jaxfn._torch._compat import (
     OPERATION_TYPES,
     PARAMETER_FLAG,
     FunctionalTensor,
+    find_operation,
     is_composite,
     plain_torch,
     storage_id,
@@ -40,13 +41,20 @@ class Replacements(NamedTuple):
 
     @classmethod
     def of(cls, ops: Mapping[Any, Callable[..., Any]]) -> Replacements:
-        """Sorts the `ops` argument. Raises for operations that never reach a trace."""
+        """Sorts the `ops` argument. Raises for what is no operation or function, or never reaches a trace."""
+        for op, function in ops.items():
+            if isinstance(op, str) and find_operation(op) is None:
+                raise ValueError(f"ops={{{op!r}: ...}}: torch has no operation of this name. One is 'aten.add.Tensor'")
+            if not (_is_operation(op) or (callable(op) and not isinstance(op, type))):
+                raise TypeError(f"ops: a key is a torch operation, its name, or a Python function, got {op!r}")
+            if not callable(function):
+                raise TypeError(f"ops={{{operation_name(op)}: ...}}: expected a JAX function, got {function!r}")
         for op in filter(is_composite, ops):
             name = operation_name(op)
             raise ValueError(
                 f"ops={{{name}: ...}}: torch decomposes {name} into other operations before jaxfn sees it, so the "
                 "replacement would never be called. Name the Python function that the code calls (torch.matmul, or "
-                "torch.nn.functional.linear), or the operations that explain() shows."
+                "torch.nn.functional.linear), or the operations that jaxfn.explain shows."
             )
         callables = {op: getattr(f, "apply", f) if isinstance(f, type) else f for op, f in ops.items()}
         operations = {op: replacement for op, replacement in callables.items() if _is_operation(op)}
