@@ -21,7 +21,7 @@ _EXAMPLES = """examples:
   python -m jaxfn check my_package.functions:Linear --shape 2,3 --shape 4,3 --shape 4
   python -m jaxfn check my_package.functions:loss --inputs my_package.functions:example_inputs
   python -m jaxfn parity my_port:Linear their_package:Linear --shape 2,3 --shape 4,3
-  python -m jaxfn parity my_port:Linear --oracle linear.npz
+  python -m jaxfn parity my_port:Linear linear.npz
   python -m jaxfn explain their_package:Linear --shape 2,3 --shape 4,3 --dtype float32
   python -m jaxfn port their_package:Linear --example "float32[2,3], float32[4,3], None" -o linear.py
   python -m jaxfn doctor --json
@@ -66,8 +66,8 @@ def _parser() -> argparse.ArgumentParser:
     _add_inputs(check, "float64")
     parity = _command(commands, "parity", _parity, "compare a port with its torch original (jaxfn.paritycheck)")
     parity.add_argument("function", help="module:name of the port")
-    parity.add_argument("reference", nargs="?", help="module:name of the torch Function or function")
-    parity.add_argument("--oracle", help="file that jaxfn.record_oracle wrote, instead of a reference and inputs")
+    help_of_reference = "module:name of the torch Function or function, or a file with its recorded results"
+    parity.add_argument("reference", help=help_of_reference)
     _add_inputs(parity, "float32")
     explain = _command(commands, "explain", _explain, "show the translation of torch code (jaxfn.explain)")
     explain.add_argument("function", help="module:name of a torch Function, function or module")
@@ -162,12 +162,8 @@ def _check(options: Any) -> int:
 
 def _parity(options: Any) -> int:
     function = _callable(options.function)
-    if (options.reference is None) == (options.oracle is None):
-        raise _UsageError("pass either a reference or --oracle")
-    if options.oracle:
-        if not Path(options.oracle).is_file():
-            raise _UsageError(f"there is no file {options.oracle}")
-        reference, inputs = options.oracle, None
+    if Path(options.reference).is_file():
+        reference, inputs = options.reference, None
     else:
         reference, inputs = _callable(options.reference), _inputs(options)
     return _conclude(options, jaxfn.paritycheck(function, reference, inputs, raise_exception=False))

@@ -161,10 +161,10 @@ def find_operation(operation: Any) -> Any:
 
 def is_composite(operation: Any) -> bool:
     """Whether torch decomposes all overloads of an operation before a trace sees it (2.8 to 2.15)."""
-    operations: Any = find_operation(operation)
-    if operations is None:
+    found = find_operation(operation)
+    if found is None:
         return False
-    overloads = [getattr(operations, name) for name in operations.overloads()] if hasattr(operations, "overloads") else [operations]
+    overloads = [getattr(found, name) for name in found.overloads()] if hasattr(found, "overloads") else [found]
     names = [overload.name() for overload in overloads]
     dispatcher: Any = torch._C  # pyright: ignore[reportPrivateUsage]
     compiled = [

@@ -727,7 +727,7 @@ def test_the_type_of_a_tensor():
 
 WRONG_OPS = {
     "a name that torch does not have": ({"nonsense": jnp.sin}, ValueError, "torch has no operation"),
-    "a packet that torch does not have": ({"aten.nonsense": jnp.sin}, ValueError, "'aten.nonsense': ...}: torch has no"),
+    "a packet that torch does not have": ({"aten.nonsense": jnp.sin}, ValueError, "torch has no operation"),
     "an overload that torch does not have": ({"aten.sin.Tensor": jnp.sin}, ValueError, "torch has no operation"),
     "not an operation": ({3: jnp.sin}, TypeError, "a key is a torch operation, its name, or a Python function, got 3"),
     "a class": ({torch.nn.Linear: jnp.sin}, TypeError, "a key is a torch operation"),

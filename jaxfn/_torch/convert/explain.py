@@ -6,6 +6,7 @@ import html
 import inspect
 from collections import Counter
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from jaxfn._torch.convert.definition import Definition
@@ -107,6 +108,7 @@ def _describe_function(function: Any, definition: Definition, times: int) -> App
     return AppliedFunction(definition.name, location, times, tuple(rules))
 
 
+@dataclass(frozen=True, repr=False, eq=False)
 class Explanation:
     """An explanation of how torch code is translated for certain arguments. Prints as text; true if it is supported.
 
@@ -117,10 +119,9 @@ class Explanation:
         assumed values. Their `line.callable` is a function that `ops=` can name.
     """
 
-    def __init__(self, name: str, parts: Sequence[Part], values_needed: Sequence[Read] = ()) -> None:
-        self.name = name
-        self.parts = list(parts)
-        self.values_needed = list(values_needed)
+    name: str
+    parts: Sequence[Part]
+    values_needed: Sequence[Read] = ()
 
     @property
     def is_supported(self) -> bool:
@@ -143,14 +144,7 @@ class Explanation:
 
 
 class Conversion(NamedTuple):
-    """Converted torch code: the attribute `_jaxfn_conversion` of what `from_torch` returns.
-
-    Attributes:
-      original: The torch code.
-      call: Its conversion, a function of arrays.
-      key_name: The name of the parameter for the random key.
-      explain: Explains a call, from its args and kwargs.
-    """
+    """The attribute `_jaxfn_conversion` of what `from_torch` returns."""
 
     original: Any
     call: Callable[..., Any]

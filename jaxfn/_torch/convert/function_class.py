@@ -52,6 +52,7 @@ class _ConvertedFunction(Function, metaclass=_ConvertedFunctionType):
 
 def adapter_of(converted: type[Function]) -> FunctionAdapter:
     """Returns the adapter of a converted Function."""
+    assert issubclass(converted, _ConvertedFunction)
     return converted._jaxfn_adapter
 
 

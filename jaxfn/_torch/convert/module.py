@@ -114,13 +114,7 @@ class ConvertedModule:
         return self._in_mode(True)
 
     def as_eval(self) -> ConvertedModule:
-        """Returns the module in eval mode, around the same torch module, whose own mode does not change.
-
-        Raises:
-          TranslationError: A submodule overrides `train`, and changes more than modes.
-
-        Torch counterpart: `Module.eval`, which changes the module itself.
-        """
+        """Returns the module in eval mode; see `as_train`."""
         return self._in_mode(False)
 
     def _in_mode(self, is_training: bool) -> ConvertedModule:
@@ -152,13 +146,6 @@ class ConvertedModule:
           TypeError: A parameter or buffer is missing, has another shape, or does not exist in the module.
           TranslationError: The code cannot run on JAX unchanged. The message names the operation or the line.
 
-        Examples:
-          >>> import torch, jax, jax.numpy as jnp, jaxfn
-          >>> net = jaxfn.from_torch(torch.nn.Sequential(torch.nn.Linear(3, 2), torch.nn.BatchNorm1d(2)))
-          >>> output, buffers = net.apply(net.parameters, net.buffers, jnp.ones((4, 3)))
-          >>> print(output.shape, sorted(buffers))
-          (4, 2) ['1.num_batches_tracked', '1.running_mean', '1.running_var']
-
         Torch counterpart: `torch.func.functional_call`, which does not return the buffers.
         """
         traced, arrays, key = self._trace_call(parameters, buffers, args, kwargs)
@@ -167,21 +154,16 @@ class ConvertedModule:
         return output, {**dict(buffers), **new_buffers}
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Returns the output for the parameters and buffers that the torch module has now, also after `load`.
-
-        `jax.grad` and `jax.vmap` may differentiate and batch the arguments. Where JAX traces a program that it keeps, as
-        `jax.jit` does, call `apply`.
+        """Returns the output for the parameters and buffers that the torch module has now.
 
         Raises:
-          TypeError: JAX is tracing a program, which would contain the parameters as constants.
+          TypeError: JAX is tracing a program that it keeps (in `jit`, `scan`, `checkpoint`). Call `apply` there.
         """
         if staging_trace() is not None:
-            name = self._callable.code.name
             raise TypeError(
-                f"{name}: a call of the converted module inside jax.jit, scan, checkpoint or the like would make its "
-                "parameters constants of a program that JAX keeps, which are out of date after net.load. Call "
-                "net.apply(parameters, buffers, ...) there, and pass both as arguments: "
-                "jax.jit(net.apply)(net.parameters, net.buffers, ...)"
+                f"{self._callable.code.name}: called inside jax.jit, scan or checkpoint, a converted module would make "
+                "its parameters constants, which are out of date after net.load. Call net.apply(parameters, buffers, "
+                "...), and pass both as arguments: jax.jit(net.apply)(net.parameters, net.buffers, ...)"
             )
         traced, arrays, key = self._trace_call(self.parameters, self.buffers, args, kwargs)
         return traced.run(arrays, key)[0]
@@ -427,15 +409,10 @@ class ConvertedModule:
                 )
 
 
-_MODES = "net.as_train() and net.as_eval(), which return the module in that mode. It does not change itself"
-_ARRAYS = "the dicts net.parameters and net.buffers"
-_PLACEMENT = "jax.device_put, or a cast, of the arrays that net.apply takes"
-
 # What to use in place of attributes of `torch.nn.Module`, and of one that flax has.
-_HINTS = {
-    **dict.fromkeys(("train", "eval", "training"), _MODES),
-    **dict.fromkeys(("state_dict", "named_parameters", "named_buffers", "params"), _ARRAYS),
-    **dict.fromkeys(("to", "cuda", "cpu", "float", "double", "half", "bfloat16"), _PLACEMENT),
+_HINTS = dict.fromkeys(("train", "eval"), "net.as_train() and net.as_eval(), which return the module in that mode") | {
+    **dict.fromkeys(("state_dict", "named_parameters", "params"), "the dicts net.parameters and net.buffers"),
+    **dict.fromkeys(("to", "cuda", "cpu", "double", "half"), "jax.device_put, or a cast, of what net.apply takes"),
     "load_state_dict": "net.load(parameters, buffers)",
     "forward": "net.apply(parameters, buffers, ...)",
     "zero_grad": "jax.grad of a function that calls net.apply, which returns new gradients",
