@@ -908,7 +908,7 @@ def equations(jaxpr):
 def test_pooling_makes_no_array_of_all_windows():
     net = jaxfn.from_torch(nn.MaxPool2d(5, 1, 2))
     x = jnp.zeros((2, 3, 20, 20))
-    program = jax.make_jaxpr(jax.grad(lambda x: net(x).sum()))(x)
+    program = jax.make_jaxpr(jax.grad(lambda x: net.apply({}, {}, x)[0].sum()))(x)
     assert max(y.aval.size for e in equations(program.jaxpr) for y in e.outvars) <= 2 * 3 * 24 * 24
 
 
@@ -977,7 +977,8 @@ def test_second_derivatives_of_norms_and_pools(name):
 @row("I2")
 def test_a_recurrent_layer_is_one_loop():
     net = jaxfn.from_torch(nn.LSTM(3, 4))
-    short, long = (str(jax.make_jaxpr(lambda x: net(x)[0])(jnp.ones((length, 2, 3)))) for length in (5, 50))
+    call = functools.partial(net.apply, net.parameters, {})
+    short, long = (str(jax.make_jaxpr(lambda x: call(x)[0][0])(jnp.ones((length, 2, 3)))) for length in (5, 50))
     assert len(re.findall(r"\bscan\[", long)) == 1
     assert long.count("\n") == short.count("\n")
 
@@ -1097,8 +1098,8 @@ OUTPUTS = {
 def test_outputs_have_a_structure_that_jax_knows(name):
     function, expected = OUTPUTS[name]
     x = jnp.asarray(X.numpy())
-    module = Weighted(lambda module, x: function(x))
-    for call in (jaxfn.from_torch(module), jaxfn.from_torch(function)):
+    net = jaxfn.from_torch(Weighted(lambda module, x: function(x)))
+    for call in (lambda x: net.apply(net.parameters, net.buffers, x)[0], jaxfn.from_torch(function)):
         got = jax.jit(lambda x, call=call: call(x))(x)
         assert jax.tree.structure(got) == jax.tree.structure(expected(x))
         jax.tree.map(np.testing.assert_array_equal, got, expected(x))
