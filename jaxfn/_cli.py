@@ -66,8 +66,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_inputs(check, "float64")
     parity = _command(commands, "parity", _parity, "compare a port with its torch original (jaxfn.paritycheck)")
     parity.add_argument("function", help="module:name of the port")
-    help_of_reference = "module:name of the torch Function or function, or a file with its recorded results"
-    parity.add_argument("reference", help=help_of_reference)
+    parity.add_argument("reference", help="module:name of the torch Function or function, or its recorded results")
     _add_inputs(parity, "float32")
     explain = _command(commands, "explain", _explain, "show the translation of torch code (jaxfn.explain)")
     explain.add_argument("function", help="module:name of a torch Function, function or module")

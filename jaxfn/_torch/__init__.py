@@ -153,9 +153,8 @@ def explain(code: Any, /, *args: Any, **kwargs: Any) -> Explanation:
 
     Args:
       code: What `from_torch` takes, or what it returned (to explain it with `ops=`, for example).
-      *args: Arguments of the code, of `apply` if it is a Function. Of arrays, only shapes and dtypes matter, unless the
-        code of a Function reads values. Inside `jax.jit` or `jax.eval_shape`, where arrays have none, it explains a
-        call there.
+      *args: Arguments of the code, of `apply` if it is a Function. Of arrays, only shapes and dtypes matter, unless a
+        Function reads values. Inside `jax.jit` or `jax.eval_shape` there are none, and a call there is explained.
       **kwargs: Keyword arguments of the code.
 
     Returns:
@@ -163,7 +162,6 @@ def explain(code: Any, /, *args: Any, **kwargs: Any) -> Explanation:
       the operations without a translation. It is true if everything has one.
 
     Raises:
-      ImportError: torch is not installed.
       TypeError: `code` is not torch code, or does not take these arguments.
 
     Examples:
@@ -181,10 +179,9 @@ def port(code: Any, /, *args: Any, examples: Sequence[Sequence[Any]] = (), **kwa
     """Rewrites the Python source of a torch Function or function for JAX, and proves it.
 
     torch runs the code on the examples, and its source is rewritten by what it did there: calls of torch become
-    `jax.numpy`, in-place updates become assignments, and comments, control flow and names do not change. The result is
-    compared with the conversion by `from_torch` under `jax.jit`, in outputs, gradients and second derivatives: at the
-    examples, at two other sizes, at ties, zeros, NaN and infinity, in double precision, and for each combination of
-    inputs that need a gradient.
+    `jax.numpy`, in-place updates assignments, and the rest does not change. The result is compared with the conversion
+    under `jax.jit`, in outputs, gradients and second derivatives: at the examples, at two other sizes, at ties, zeros,
+    NaN and infinity, in double precision, and for each combination of inputs that need a gradient.
 
     Args:
       code: A subclass of `torch.autograd.Function`, a Python function of tensors, or the conversion of one.
@@ -198,7 +195,6 @@ def port(code: Any, /, *args: Any, examples: Sequence[Sequence[Any]] = (), **kwa
       reached raise `NotImplementedError`.
 
     Raises:
-      ImportError: torch is not installed.
       TypeError: `code` is a module, or not torch code.
       TranslationError: A statement has no rule, or the results differ. The message names the line.
 
@@ -210,7 +206,7 @@ def port(code: Any, /, *args: Any, examples: Sequence[Sequence[Any]] = (), **kwa
       >>> text = jaxfn.port(scale, jnp.ones((2, 3)))
       >>> print(text[text.index("def scale") :].strip())
       def scale(x):
-          square = jnp.sum(x * x, axis=-1, keepdims=True)  # its squared length
+          square = (x * x).sum(axis=-1, keepdims=True)  # its squared length
           return x / (jnp.sqrt(square) + 1)
 
     Torch counterpart: none.

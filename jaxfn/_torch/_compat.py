@@ -143,11 +143,7 @@ OPERATION_TYPES = (torch._ops.OpOverload, torch._ops.OpOverloadPacket)  # pyrigh
 
 
 def find_operation(operation: Any) -> Any:
-    """Returns an operation as an overload or packet; `None` for anything else, and for unknown names (2.8 to 2.15).
-
-    Args:
-      operation: An overload, a packet, a `torch.library` definition, or a name.
-    """
+    """Returns the overload or packet that is, is defined by, or has the name of, `operation`; or `None` (2.8 to 2.15)."""
     found: Any = getattr(operation, "_opoverload", operation)
     if isinstance(found, str):
         names, found = found.replace("::", ".").split("."), torch.ops

@@ -1218,13 +1218,13 @@ def test_a_converted_module_is_a_constant_of_a_jitted_function():
         return net.apply(parameters, {"mean": jnp.zeros(3)}, x)[0]
 
     @functools.partial(jax.jit, static_argnums=0)
-    def called(net, x):
+    def called(net, parameters, x):
         traces.append(None)
-        return net(x)
+        return net.apply(parameters, net.buffers, x)[0]
 
     for _ in range(2):
         step(net.parameters, jnp.ones((4, 3)))
-        called(net, jnp.ones((4, 3)))
+        called(net, net.parameters, jnp.ones((4, 3)))
     assert len(traces) == 2
 
 

@@ -79,7 +79,6 @@ class ConvertedModule:
     if not TYPE_CHECKING:  # Type checkers report names that do not exist.
 
         def __getattr__(self, name: str) -> Any:
-            """Raises, and says what to use in place of an attribute of `torch.nn.Module`."""
             hint = f". Use {_HINTS[name]}" if name in _HINTS else ""
             raise AttributeError(f"a converted module has no attribute {name!r}{hint}", name=name, obj=self)
 
@@ -190,14 +189,6 @@ class ConvertedModule:
 
         Raises:
           TypeError: A name does not exist in the module, or an array has another shape.
-
-        Examples:
-          >>> import torch, jax, jaxfn
-          >>> module = torch.nn.Linear(3, 2)
-          >>> net = jaxfn.from_torch(module)
-          >>> net.load(jax.tree.map(jax.numpy.zeros_like, net.parameters))
-          >>> print(module.bias.tolist())
-          [0.0, 0.0]
 
         Torch counterpart: `Module.load_state_dict`.
         """
