@@ -143,7 +143,7 @@ OPERATION_TYPES = (torch._ops.OpOverload, torch._ops.OpOverloadPacket)  # pyrigh
 
 
 def find_operation(operation: Any) -> Any:
-    """Returns the overload or packet that is, is defined by, or has the name of, `operation`; or `None` (2.8 to 2.15)."""
+    """Returns an operation, or the one of a name, as an overload or packet; `None` for other values (2.8 to 2.15)."""
     found: Any = getattr(operation, "_opoverload", operation)
     if isinstance(found, str):
         names, found = found.replace("::", ".").split("."), torch.ops

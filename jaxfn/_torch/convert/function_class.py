@@ -46,14 +46,12 @@ class _ConvertedFunction(Function, metaclass=_ConvertedFunctionType):
     """A Function whose methods are those of a torch Function."""
 
     _jaxfn_takes_torch_tensors = True  # They are constants.
-    _jaxfn_adapter: ClassVar[FunctionAdapter]
     _jaxfn_conversion: ClassVar[Conversion]
 
 
 def adapter_of(converted: type[Function]) -> FunctionAdapter:
     """Returns the adapter of a converted Function."""
-    assert issubclass(converted, _ConvertedFunction)
-    return converted._jaxfn_adapter
+    return vars(converted)["_jaxfn_adapter"]
 
 
 class _ForwardCall(NamedTuple):
