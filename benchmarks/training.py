@@ -175,7 +175,7 @@ def _measure(model: Model, in_torch: ModuleType, in_flax: ModuleType | None, rou
     products = {form: float(flops_of_products(step, *args)) for form, (step, args) in steps.items()}
     yield Result(model.name, "flops of products", products)
     yield Result(model.name, "peak memory", {form: peak_memory(f) for form, f in compiled.items()})
-    yield from _before_compiling(model.name, before, seconds(partial(net.explain, model.batch()[0])))
+    yield from _before_compiling(model.name, before, seconds(partial(jaxfn.explain, net, model.batch()[0])))
     yield Result(model.name, "compiling", compiling)
 
 

@@ -35,13 +35,14 @@ Look into a program
 
 Bring torch code over
   from_torch               convert a torch Function, function or module, unchanged
-  register_translation     a JAX function for an operation that has no translation
+  explain                  show how torch code is translated
+  port                     rewrite the source of torch code for JAX
   paritycheck              compare a port with the original
   record_oracle            store the original's results, to compare without torch
 
 Types of results and errors: VmapInfo; CheckReport and CheckError, the bases of FunctionReport, GradcheckReport,
 GradcheckError, Mismatch, KernelReport, KernelcheckError, ParityReport and ParitycheckError; Residual,
-ResidualTable, ResidualComparison; NanOrigin; ConvertedFunction, ConvertedModule, Explanation and TranslationError.
+ResidualTable, ResidualComparison; NanOrigin; ConvertedModule, Explanation and TranslationError.
 """
 
 import sys
@@ -74,9 +75,8 @@ if TYPE_CHECKING:
     from jaxfn._kernelcheck import KernelcheckError, KernelReport, kernelcheck
     from jaxfn._parity.paritycheck import paritycheck, record_oracle
     from jaxfn._parity.report import ParitycheckError, ParityReport
-    from jaxfn._torch import TranslationError, from_torch, register_translation
+    from jaxfn._torch import TranslationError, explain, from_torch, port
     from jaxfn._torch.convert.explain import Explanation as Explanation
-    from jaxfn._torch.convert.function_class import ConvertedFunction as ConvertedFunction
     from jaxfn._torch.convert.module import ConvertedModule as ConvertedModule
 
 __all__ = ["Function", "FunctionCtx", "VmapInfo", "autograd_function", "function", "once_differentiable"]
@@ -84,12 +84,12 @@ __all__ += ["disable_saved_tensors_hooks", "save_on_host", "saved_tensors_hooks"
 __all__ += ["CheckError", "CheckReport", "FunctionReport", "GradcheckError", "GradcheckReport", "KernelReport"]
 __all__ += ["KernelcheckError", "Mismatch", "check", "gradcheck", "gradgradcheck", "kernelcheck"]
 __all__ += ["NanOrigin", "Residual", "ResidualComparison", "ResidualTable", "find_nan", "logged", "residuals"]
-__all__ += ["TranslationError", "from_torch", "register_translation"]
+__all__ += ["TranslationError", "explain", "from_torch", "port"]
 __all__ += ["ParityReport", "ParitycheckError", "paritycheck", "record_oracle"]
 
 __version__ = "0.1.0"
 
-# Tools are imported at their first use, so that `import jaxfn` takes milliseconds. The last three import torch, and are
+# Tools are imported at their first use, so that `import jaxfn` takes milliseconds. The last two import torch, and are
 # not in `__all__`.
 _TOOLS = {
     "jaxfn._gradcheck": "FunctionReport GradcheckError Mismatch GradcheckReport check gradcheck gradgradcheck",
@@ -100,9 +100,8 @@ _TOOLS = {
     "jaxfn._kernelcheck": "KernelReport KernelcheckError kernelcheck",
     "jaxfn._parity.paritycheck": "paritycheck record_oracle",
     "jaxfn._parity.report": "ParitycheckError ParityReport",
-    "jaxfn._torch": "TranslationError from_torch register_translation",
+    "jaxfn._torch": "TranslationError explain from_torch port",
     "jaxfn._torch.convert.explain": "Explanation",
-    "jaxfn._torch.convert.function_class": "ConvertedFunction",
     "jaxfn._torch.convert.module": "ConvertedModule",
 }
 _MODULES = {name: module for module, names in _TOOLS.items() for name in names.split()}
@@ -117,7 +116,7 @@ _HINTS = {
     "saved_residuals": "Use jaxfn.residuals(f, *args)",
     "surrogate straight_through": "Write it as a backward; jaxfn.gradcheck(f, inputs, surrogate=g) checks it",
     "convert": "Use jaxfn.from_torch(code)",
-    "source": "Use jaxfn.from_torch(code).source(*args)",
+    "source": "Use jaxfn.port(code, *args)",
     "testing": "Use jaxfn.check(f, inputs), jaxfn.gradcheck, jaxfn.kernelcheck or jaxfn.paritycheck",
     "version": "Use jaxfn.__version__",
 }

@@ -21,7 +21,7 @@ _EXAMPLES = """examples:
   python -m jaxfn check my_package.functions:Linear --shape 2,3 --shape 4,3 --shape 4
   python -m jaxfn check my_package.functions:loss --inputs my_package.functions:example_inputs
   python -m jaxfn parity my_port:Linear their_package:Linear --shape 2,3 --shape 4,3
-  python -m jaxfn parity my_port:Linear --oracle linear.npz
+  python -m jaxfn parity my_port:Linear linear.npz
   python -m jaxfn explain their_package:Linear --shape 2,3 --shape 4,3 --dtype float32
   python -m jaxfn port their_package:Linear --example "float32[2,3], float32[4,3], None" -o linear.py
   python -m jaxfn doctor --json
@@ -66,15 +66,14 @@ def _parser() -> argparse.ArgumentParser:
     _add_inputs(check, "float64")
     parity = _command(commands, "parity", _parity, "compare a port with its torch original (jaxfn.paritycheck)")
     parity.add_argument("function", help="module:name of the port")
-    parity.add_argument("reference", nargs="?", help="module:name of the torch Function, function or module")
+    parity.add_argument("reference", help="module:name of the torch Function, function or module, or a recorded file")
     parity.add_argument("--load", help="module:name of the function from a torch module's arrays to the parameters")
     parity.add_argument("--has-buffers", action="store_true", help="--load returns (parameters, buffers)")
-    parity.add_argument("--oracle", help="file that jaxfn.record_oracle wrote, instead of a reference and inputs")
     _add_inputs(parity, "float32")
-    explain = _command(commands, "explain", _explain, "show the translation of torch code (jaxfn.from_torch)")
-    explain.add_argument("function", help="module:name of a torch Function")
+    explain = _command(commands, "explain", _explain, "show the translation of torch code (jaxfn.explain)")
+    explain.add_argument("function", help="module:name of a torch Function, function or module")
     _add_inputs(explain, "float32")
-    port = _command(commands, "port", _port, "rewrite torch code for JAX, with a test (jaxfn.from_torch(F).source)")
+    port = _command(commands, "port", _port, "rewrite torch code for JAX, with a test (jaxfn.port)")
     port.add_argument("function", help="module:name of a torch Function or function")
     port.add_argument(
         "--example",
@@ -164,12 +163,8 @@ def _check(options: Any) -> int:
 
 def _parity(options: Any) -> int:
     function = _callable(options.function)
-    if (options.reference is None) == (options.oracle is None):
-        raise _UsageError("pass either a reference or --oracle")
-    if options.oracle:
-        if not Path(options.oracle).is_file():
-            raise _UsageError(f"there is no file {options.oracle}")
-        reference, inputs = options.oracle, None
+    if Path(options.reference).is_file():
+        reference, inputs = options.reference, None
     else:
         reference, inputs = _callable(options.reference), _inputs(options)
     load = _callable(options.load) if options.load else None
@@ -186,11 +181,9 @@ def _explain(options: Any) -> int:
         converted = jaxfn.from_torch(_load(options.function))
     except (ImportError, TypeError) as error:
         raise _UsageError(str(error)) from error
-    if not hasattr(converted, "explain"):
-        raise _UsageError(f"{options.function} is a Python function; explain takes a torch Function")
-    explanation = converted.explain(*_inputs(options))
+    explanation = jaxfn.explain(converted, *_inputs(options))
     print(json.dumps({"explanation": str(explanation)}) if options.json else explanation)
-    return 0
+    return 0 if explanation else 1
 
 
 def _port(options: Any) -> int:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import ast
-import importlib.util
 import re
+import runpy
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -64,8 +64,7 @@ def write_port(original: Any, examples: Sequence[Sequence[Any]], path: Path) -> 
       TranslationError: The source cannot be rewritten.
       TypeError: An argument cannot be recorded.
     """
-    converted: Any = jaxfn.from_torch(original)
-    text = converted.source(*examples[0], examples=examples[1:])
+    text = jaxfn.port(original, *examples[0], examples=examples[1:])
     path.write_text(text)
     name = original.__name__
     is_class = isinstance(original, type)
@@ -80,7 +79,7 @@ def write_port(original: Any, examples: Sequence[Sequence[Any]], path: Path) -> 
         oracle = path.with_name(f"{path.stem}{f'_{i}' if i else ''}.npz")
         jaxfn.record_oracle(original, example, oracle)
         files.append(oracle)
-    port = _load(path, name)
+    port = runpy.run_path(str(path), run_name=path.stem)[name]
     reports = [jaxfn.paritycheck(port, oracle, raise_exception=False) for oracle in files[2:]]
     notes += [f"paritycheck: {str(report).splitlines()[0]}" for report in reports if not report]
     reason = _gradcheck_error(port.apply if is_class else port, examples[0])
@@ -90,14 +89,6 @@ def write_port(original: Any, examples: Sequence[Sequence[Any]], path: Path) -> 
     arguments = _arguments(examples[0], is_recorded=True)
     test.write_text(_TEST.format(skip=skip, imports=imports, arguments=arguments, **values))
     return Port(files, notes)
-
-
-def _load(path: Path, name: str) -> Any:
-    spec = importlib.util.spec_from_file_location(path.stem, path)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return getattr(module, name)
 
 
 def _gradcheck_error(function: Any, example: Sequence[Any]) -> str | None:

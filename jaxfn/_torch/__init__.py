@@ -1,23 +1,26 @@
-"""`from_torch`: existing PyTorch code on JAX.
+"""`from_torch`, `explain` and `port`: existing PyTorch code on JAX.
 
 This module does not import torch, so `import jaxfn` does not either. Most other modules of the package do.
 """
 
 from __future__ import annotations
 
+import functools
 import sys
-from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any, Literal, overload
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Literal, cast, overload
 
+import jax
+
+from jaxfn._functional import function
 from jaxfn._torch.values.errors import TranslationError as TranslationError
 
 if TYPE_CHECKING:
     import torch
 
-    from jaxfn._torch.convert.function_class import ConvertedFunction
+    from jaxfn._function import Function
+    from jaxfn._torch.convert.explain import Conversion, Explanation
     from jaxfn._torch.convert.module import ConvertedModule
-
-_registered: dict[Any, Callable[..., Any]] = {}
 
 
 @overload
@@ -30,7 +33,7 @@ def from_torch(
     *,
     ops: Mapping[Any, Callable[..., Any]] | None = None,
     fallback: Literal["callback"] | None = None,
-) -> type[ConvertedFunction]: ...
+) -> type[Function]: ...
 @overload
 def from_torch(
     torch_function: Callable[..., Any], *, ops: Mapping[Any, Callable[..., Any]] | None = None
@@ -70,13 +73,15 @@ def from_torch(
       parameters of the torch class. It takes JAX and NumPy arrays in place of tensors; `torch.Tensor` and
       `torch.nn.Module` arguments are constants; Python values, including torch dtypes and devices, are passed on
       unchanged. Its `apply` has an extra parameter, `key`: a JAX random key, for Functions that draw random numbers.
-      Its method `explain(*args)` shows the translation.
+      `jaxfn.explain` shows the translation, and `jaxfn.port` writes JAX code to keep.
 
     Raises:
       ImportError: torch is not installed.
-      TypeError: `torch_function` is none of these, or `fallback` is passed for something that is not a Function class.
-      ValueError: `fallback` is neither `None` nor "callback".
-      TranslationError: (from `apply`, never from `explain`) The code cannot run on JAX unchanged. The message names the
+      TypeError: `torch_function` is none of these, or already runs on JAX; `fallback` is passed for something that is
+        not a Function class; or an entry of `ops` is not an operation or function, and a JAX function for it.
+      ValueError: `fallback` is neither `None` nor "callback", or `ops` names an operation that torch does not have, or
+        that it decomposes before jaxfn sees it.
+      TranslationError: (from a call, never from `explain`) The code cannot run on JAX unchanged. The message names the
         operation or the line.
 
     Examples:
@@ -91,24 +96,12 @@ def from_torch(
       >>> Round = jaxfn.from_torch(TorchRound)
       >>> print(Round.apply(jnp.array([0.2, 0.9]), 4), jax.grad(lambda x: Round.apply(x) ** 2)(2.3))
       [0.25 1.  ] 4.0
-      >>> net = jaxfn.from_torch(torch.nn.Linear(3, 2))
+      >>> net = jaxfn.from_torch(torch.nn.Sequential(torch.nn.Linear(3, 2), torch.nn.BatchNorm1d(2)))
       >>> output, buffers = net.apply(net.parameters, net.buffers, jnp.ones((4, 3)))
-      >>> print(output.shape, jaxfn.from_torch(torch.nn.functional.mse_loss)(jnp.ones(3), jnp.zeros(3)))
-      (4, 2) 1.0
-      >>> class TorchRoot(torch.autograd.Function):
-      ...     @staticmethod
-      ...     def forward(ctx, x):
-      ...         y = x + 1
-      ...         while bool((y * y - x > 1e-6 * x).any()):  # reads values, which a trace does not have
-      ...             y = (y + x / y) / 2
-      ...         ctx.save_for_backward(y)
-      ...         return y
-      ...     @staticmethod
-      ...     def backward(ctx, grad_output):
-      ...         return grad_output / (2 * ctx.saved_tensors[0])
-      >>> root = jaxfn.from_torch(TorchRoot, fallback="callback").apply
-      >>> print(jax.jit(jax.grad(lambda x: root(x).sum()))(jnp.array([4.0, 1.0])))
-      [0.25 0.5 ]
+      >>> print(output.shape, sorted(buffers))
+      (4, 2) ['1.num_batches_tracked', '1.running_mean', '1.running_var']
+      >>> print(jaxfn.from_torch(torch.nn.functional.mse_loss)(jnp.ones(3), jnp.zeros(3)))
+      1.0
 
     Torch counterpart: none; it takes a `torch.autograd.Function` or a `torch.nn.Module`.
     """
@@ -119,6 +112,8 @@ def from_torch(
             "jaxfn.from_torch uses PyTorch to trace the code, and PyTorch is not installed. Run: pip install torch "
             "(the CPU build is sufficient)"
         ) from error
+    if _runs_on_jax(torch_function):
+        raise TypeError(f"from_torch takes torch code, and {torch_function!r} already runs on JAX: use it as it is")
     is_function_class = isinstance(torch_function, type) and issubclass(torch_function, torch.autograd.Function)
     is_instance = isinstance(torch_function, torch.autograd.Function)
     if is_instance or (not is_function_class and (isinstance(torch_function, type) or not callable(torch_function))):
@@ -144,37 +139,111 @@ def from_torch(
     from jaxfn._torch.trace.state import Replacements, TraceConfig
 
     check_torch()
-    config = TraceConfig(Replacements.of(_registered | dict(ops or {})), NESTED_APPLY)
+    config = TraceConfig(Replacements.of(dict(ops or {})), NESTED_APPLY)
     if isinstance(torch_function, torch.nn.Module):
         return ConvertedModule(torch_function, config)
     if not is_function_class:
         return convert_callable(torch_function, config)
-    caller = sys._getframe(1).f_globals.get("__name__", __name__)  # pyright: ignore[reportPrivateUsage]
-    return convert_function_class(torch_function, caller, config, HostAdapter if fallback else FunctionAdapter)
+    adapter = HostAdapter if fallback else FunctionAdapter
+    return convert_function_class(torch_function, _calling_module(), config, adapter)
 
 
-def register_translation(operation: Any, function: Callable[..., Any]) -> None:
-    """Registers a JAX function as the translation of a torch operation, for every later call of `from_torch`.
-
-    Passing `ops={operation: function}` to each call is equivalent. An equal key of `ops` takes precedence.
+def explain(code: Any, /, *args: Any, **kwargs: Any) -> Explanation:
+    """Explains how torch code is translated when it is called with these arguments, without running it on JAX.
 
     Args:
-      operation: A torch operation or a Python function; see `ops` of `from_torch`.
-      function: The JAX function, which takes arrays in place of tensors.
+      code: What `from_torch` takes, or what it returned (to explain it with `ops=`, for example).
+      *args: Arguments of the code, of `apply` if it is a Function. Of arrays, only shapes and dtypes matter, unless a
+        Function reads values. Inside `jax.jit` or `jax.eval_shape` there are none, and a call there is explained.
+      **kwargs: Keyword arguments of the code.
+
+    Returns:
+      An object that prints the graphs that torch traced, of a Function also that of `backward`, their operations, and
+      the operations without a translation. It is true if everything has one.
 
     Raises:
-      TypeError: `operation` is not an operation or a function, or `function` is not callable.
+      TypeError: `code` is not torch code, or does not take these arguments.
 
     Examples:
-      >>> import jax, torch, jax.numpy as jnp, jaxfn
-      >>> jaxfn.register_translation(torch.special.zeta, jax.scipy.special.zeta)
-      >>> print(jaxfn.from_torch(lambda x: torch.special.zeta(x, torch.ones_like(x)))(jnp.array([2.0])))
-      [1.644934]
+      >>> import torch, jax.numpy as jnp, jaxfn
+      >>> explanation = jaxfn.explain(lambda x: torch.special.zeta(2 * x, x), jnp.ones(3))
+      >>> print(explanation.is_supported, explanation.parts[0].operations)
+      False ['aten.mul.Tensor', 'aten.special_zeta.default']
 
     Torch counterpart: none.
     """
-    if isinstance(operation, type) or not (callable(operation) or isinstance(operation, str)):
-        raise TypeError(f"register_translation takes a torch operation or a Python function, got {operation!r}")
-    if not callable(function):
-        raise TypeError(f"register_translation takes a JAX function, got {function!r}")
-    _registered[operation] = function
+    return _conversion(code).explain(args, kwargs)
+
+
+def port(code: Any, /, *args: Any, examples: Sequence[Sequence[Any]] = (), **kwargs: Any) -> str:
+    """Rewrites the Python source of a torch Function or function for JAX, and proves it.
+
+    torch runs the code on the examples, and its source is rewritten by what it did there: calls of torch become
+    `jax.numpy`, in-place updates assignments, and the rest does not change. The result is compared with the conversion
+    under `jax.jit`, in outputs, gradients and second derivatives: at the examples, at two other sizes, at ties, zeros,
+    NaN and infinity, in double precision, and for each combination of inputs that need a gradient.
+
+    Args:
+      code: A subclass of `torch.autograd.Function`, a Python function of tensors, or the conversion of one.
+      *args: Arguments of the code, of `apply` if it is a Function, with concrete arrays.
+      examples: Arguments of more calls, for lines that the first call does not reach.
+      **kwargs: Keyword arguments of the code.
+
+    Returns:
+      The text of a module that imports jax, numpy and jaxfn, and defines a `jaxfn.Function` or function of this name,
+      with the functions that it calls. Code that draws random numbers takes a parameter `key`. Lines that no example
+      reached raise `NotImplementedError`.
+
+    Raises:
+      TypeError: `code` is a module, or not torch code.
+      TranslationError: A statement has no rule, or the results differ. The message names the line.
+
+    Examples:
+      >>> import torch, jax.numpy as jnp, jaxfn
+      >>> def scale(x):
+      ...     square = torch.sum(x * x, dim=-1, keepdim=True)  # its squared length
+      ...     return x.div(square.sqrt() + 1)
+      >>> text = jaxfn.port(scale, jnp.ones((2, 3)))
+      >>> print(text[text.index("def scale") :].strip())
+      def scale(x):
+          square = (x * x).sum(axis=-1, keepdims=True)  # its squared length
+          return x / (jnp.sqrt(square) + 1)
+
+    Torch counterpart: none.
+    """
+    conversion = _conversion(code)
+    from torch.nn import Module
+
+    from jaxfn._torch.source.source import write_source
+
+    if isinstance(conversion.original, Module):
+        raise TypeError(
+            f"the source of a module ({type(conversion.original).__name__}) is not rewritten. Call its conversion, "
+            "jaxfn.from_torch(module).apply, and rewrite the Functions that it applies: jaxfn.port(F, x)"
+        )
+    kwargs.pop(conversion.key_name, None)
+    return write_source(conversion.original, conversion.call, args, kwargs, examples)
+
+
+def _conversion(code: Any) -> Conversion:
+    """Returns the conversion of torch code, or of what `from_torch` returned."""
+    return (code if hasattr(code, "_jaxfn_conversion") else from_torch(code))._jaxfn_conversion
+
+
+_JAX_TYPES = (function, jax.custom_jvp, jax.custom_vjp, jax.numpy.ufunc, jax.stages.Wrapped)
+
+
+def _runs_on_jax(code: Any) -> bool:
+    """Whether a callable is known to take JAX arrays. Of a plain Python function that is not known."""
+    if isinstance(code, functools.partial):
+        return _runs_on_jax(cast(Any, code).func)
+    is_converted = hasattr(getattr(code, "__self__", code), "_jaxfn_conversion")  # `__self__`: that of net.apply
+    return is_converted or hasattr(code, "_jaxfn_dispatcher") or isinstance(code, _JAX_TYPES)
+
+
+def _calling_module() -> str:
+    """Returns the name of the module that called this one."""
+    frame = sys._getframe()  # pyright: ignore[reportPrivateUsage]
+    while frame.f_globals is globals() and frame.f_back:
+        frame = frame.f_back
+    return frame.f_globals.get("__name__", __name__)

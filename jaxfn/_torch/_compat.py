@@ -62,6 +62,7 @@ __all__ = [
     "any_requires_grad",
     "decompose",
     "decompositions",
+    "find_operation",
     "global_backward_hooks",
     "global_forward_hooks",
     "gradient_hooks",
@@ -141,24 +142,25 @@ GRAD_PREPROCESS = torch.autograd.functional, "_grad_preprocess"
 OPERATION_TYPES = (torch._ops.OpOverload, torch._ops.OpOverloadPacket)  # pyright: ignore[reportPrivateUsage]
 
 
-def is_composite(operation: Any) -> bool:
-    """Whether torch decomposes all overloads of an operation before a trace sees it (2.8 to 2.15).
-
-    Args:
-      operation: An overload, a packet, a `torch.library` definition, or a name. False for unknown names.
-    """
+def find_operation(operation: Any) -> Any:
+    """Returns an operation, or the one of a name, as an overload or packet; `None` for other values (2.8 to 2.15)."""
     found: Any = getattr(operation, "_opoverload", operation)
     if isinstance(found, str):
-        found = torch.ops
-        for name in operation.replace("::", ".").split("."):
+        names, found = found.replace("::", ".").split("."), torch.ops
+        for name in names:
             try:
                 found = getattr(found, name)
             except (AttributeError, RuntimeError):
-                return False
-    if not isinstance(found, OPERATION_TYPES):
+                return None
+    return found if isinstance(found, OPERATION_TYPES) else None
+
+
+def is_composite(operation: Any) -> bool:
+    """Whether torch decomposes all overloads of an operation before a trace sees it (2.8 to 2.15)."""
+    found = find_operation(operation)
+    if found is None:
         return False
-    operations: Any = found
-    overloads = [getattr(found, name) for name in operations.overloads()] if hasattr(found, "overloads") else [found]
+    overloads = [getattr(found, name) for name in found.overloads()] if hasattr(found, "overloads") else [found]
     names = [overload.name() for overload in overloads]
     dispatcher: Any = torch._C  # pyright: ignore[reportPrivateUsage]
     compiled = [

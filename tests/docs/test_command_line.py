@@ -70,10 +70,10 @@ WRONG = {
     ("check", "functions:square"): "arguments are missing",
     ("check", "functions:square", "--shape", "a"): "--shape takes sizes",
     ("check", "functions:square", "--shape", "3", "--dtype", "int32"): "int32 is not a floating-point or complex dtype",
-    ("parity", "functions:square", "--shape", "3"): "either a reference or --oracle",
-    ("parity", "functions:square", "--oracle", "missing.npz"): "no file missing.npz",
+    ("parity", "functions:square", "--shape", "3"): "required: reference",
+    ("parity", "functions:square", "missing.npz"): "'missing.npz' is not of the form module:name",
     ("parity", "functions:square", "torch:square", "--shape", "3", "--has-buffers"): "--has-buffers needs --load",
-    ("parity", "functions:number", "--oracle", "missing.npz"): "number is a float, expected a function",
+    ("parity", "functions:number", "missing.npz"): "number is a float, expected a function",
     ("parity", "functions:square", "functions:number", "--shape", "3"): "number is a float, expected a function",
     (): "required: command",
     ("dance",): "invalid choice",
@@ -101,8 +101,11 @@ def test_parity_and_explain(folder):
     right = run(folder, "parity", "functions:square", "torch:square", "--shape", "3")
     assert right.returncode == 0 and "paritycheck" in right.stdout, right.stderr
     assert run(folder, "parity", "functions:wrong", "torch:square", "--shape", "3").returncode == 1
-    failed = run(folder, "explain", "torch:square", "--shape", "3")
-    assert failed.returncode == 2 and "explain takes a torch Function" in failed.stderr
+    explained = run(folder, "explain", "torch:square", "--shape", "3")
+    assert explained.returncode == 0 and "aten.pow.Tensor_Scalar" in explained.stdout, explained.stderr
+    assert run(folder, "explain", "torch:bincount", "--shape", "3").returncode == 1
+    failed = run(folder, "explain", "functions:square", "--shape", "3")
+    assert failed.returncode == 2 and "already runs on JAX" in failed.stderr
 
 
 RAISING = {

@@ -51,7 +51,7 @@ def test_docstring_examples(name):
 def test_there_are_docstring_examples():
     names = "Function FunctionCtx function autograd_function once_differentiable gradcheck gradgradcheck GradcheckError"
     hooks = "saved_tensors_hooks save_on_host disable_saved_tensors_hooks"
-    for name in (*names.split(), *hooks.split(), "from_torch", "paritycheck", "record_oracle"):
+    for name in (*names.split(), *hooks.split(), "from_torch", "explain", "port", "paritycheck", "record_oracle"):
         doc = getattr(jaxfn, name).__doc__
         assert ">>>" in doc and "Torch counterpart" in doc, name
 
@@ -60,7 +60,7 @@ def test_all_that_users_are_handed_has_a_public_name_and_a_docstring():
     namespace = {}
     exec("from jaxfn import *", namespace)
     assert set(jaxfn.__all__) <= namespace.keys()
-    lazy = ["ConvertedFunction", "ConvertedModule", "Explanation"] if importlib.util.find_spec("torch") else []
+    lazy = ["ConvertedModule", "Explanation"] if importlib.util.find_spec("torch") else []
     assert dir(jaxfn) == sorted([*jaxfn.__all__, "__version__", *lazy])
     assert len(inspect.getmembers(jaxfn)) == len(dir(jaxfn))  # as help() asks for them, where there is no torch too
     assert all(getattr(jaxfn, name).__doc__ for name in jaxfn.__all__)
@@ -89,9 +89,10 @@ GUESSES = """
     check_grads: jaxfn.gradcheck
     custom_vjp: @jaxfn.function
     custom_jvp: @jaxfn.function
-    source: jaxfn.from_torch
-    log: jaxfn.with_logs
-    logs: jaxfn.with_logs
+    source: jaxfn.port
+    log: jaxfn.logged
+    logs: jaxfn.logged
+    with_logs: jaxfn.logged
     detect_anomaly: jaxfn.find_nan
     saved_residuals: jaxfn.residuals
     debug_nans: jaxfn.find_nan
@@ -161,7 +162,7 @@ def test_links_of_the_files_next_to_README_resolve():
 def test_every_public_name_is_on_the_page_of_the_API():
     pages = "".join(page.read_text() for page in (ROOT / "docs" / "api").glob("*.md"))
     names = re.findall(r"^::: jaxfn\.(\w+)$", pages, re.MULTILINE)
-    assert sorted(names) == sorted([*jaxfn.__all__, "ConvertedFunction", "ConvertedModule", "Explanation"])
+    assert sorted(names) == sorted([*jaxfn.__all__, "ConvertedModule", "Explanation"])
 
 
 @row("L2")

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import importlib
+import re
 import subprocess
 import sys
+from functools import partial
 from typing import Any
 
 import jax
@@ -617,7 +619,7 @@ def test_python_functions_replaced():
 
 @row("H10")
 def test_explain():
-    explanation = jaxfn.from_torch(CASES["MaskedReLU"].function).explain(np.ones((2, 3)))
+    explanation = jaxfn.explain(CASES["MaskedReLU"].function, np.ones((2, 3)))
     assert explanation.is_supported
     text = str(explanation)
     assert "MaskedReLU" in text and "aten.clamp.default" in text
@@ -628,21 +630,21 @@ def test_explain():
 
 def explained_under_jit(function: Any, x: Any) -> Any:
     found: list[Any] = []
-    jax.eval_shape(lambda x: found.append(function.explain(x)), x)
+    jax.eval_shape(lambda x: found.append(jaxfn.explain(function, x)), x)
     return found[0]
 
 
 @row("H10")
 def test_explain_does_not_raise():
     for function, ops in ((UsesOperations, {}), (UsesOperations, {shapeless: lambda x: x}), (UsesKernel, {})):
-        explanation = jaxfn.from_torch(function, ops=ops).explain(np.ones(3))
+        explanation = jaxfn.explain(jaxfn.from_torch(function, ops=ops), np.ones(3))
         assert not explanation.is_supported
         assert any(word in str(explanation) for word in ("jaxfn_test.double.default, ", "compiled code"))
-    explanation = jaxfn.from_torch(function_of(branch)).explain(np.ones(3))
+    explanation = jaxfn.explain(function_of(branch), np.ones(3))
     assert explanation.is_supported and "# the line" in str(explanation)
     explanation = explained_under_jit(jaxfn.from_torch(function_of(branch)), np.ones(3))
     assert "cannot be traced" in str(explanation) and "# the line" in str(explanation)
-    assert "draws random numbers" in str(jaxfn.from_torch(Dropout).explain(np.ones(3), 0.5))
+    assert "draws random numbers" in str(jaxfn.explain(Dropout, np.ones(3), 0.5))
 
 
 @row("H2")
@@ -723,23 +725,78 @@ def test_the_type_of_a_tensor():
     assert output.dtype == "float16" and pull(jnp.ones(2, "float16"))[0].dtype == "float32"
 
 
-@row("H9")
-def test_a_registered_translation_is_used_unless_ops_names_another():
-    def zeta(x):
-        return torch.special.zeta(x, torch.ones_like(x))
+WRONG_OPS = {
+    "a name that torch does not have": ({"nonsense": jnp.sin}, ValueError, "torch has no operation"),
+    "a packet that torch does not have": ({"aten.nonsense": jnp.sin}, ValueError, "torch has no operation"),
+    "an overload that torch does not have": ({"aten.sin.Tensor": jnp.sin}, ValueError, "torch has no operation"),
+    "not an operation": ({3: jnp.sin}, TypeError, "a key is a torch operation, its name, or a Python function, got 3"),
+    "a class": ({torch.nn.Linear: jnp.sin}, TypeError, "a key is a torch operation"),
+    "not a function": ({torch.mul: 3}, TypeError, "ops={mul: ...}: expected a JAX function, got 3"),
+}
 
-    before = dict(jaxfn._torch._registered)
-    try:
-        jaxfn.register_translation(torch.special.zeta, lambda x, q: x + q)
-        assert float(jaxfn.from_torch(zeta)(jnp.float32(2))) == 3
-        assert float(jaxfn.from_torch(zeta, ops={torch.special.zeta: lambda x, q: x - q})(jnp.float32(2))) == 1
-    finally:
-        jaxfn._torch._registered.clear()
-        jaxfn._torch._registered.update(before)
+
+@row("H9")
+@pytest.mark.parametrize("case", WRONG_OPS)
+def test_wrong_ops_raise_before_any_call(case: str):
+    ops, error, message = WRONG_OPS[case]
+    with pytest.raises(error, match=re.escape(message)):
+        jaxfn.from_torch(torch.sin, ops=ops)
+
+
+@row("H9")
+def test_operations_by_name():
+    for name in ("aten.sin", "aten::sin", "aten.sin.default"):
+        assert float(jaxfn.from_torch(torch.sin, ops={name: jnp.cos})(jnp.float32(0))) == 1
+
+
+@jaxfn.function
+def decorated(ctx: Any, x: Any) -> Any:
+    return x
+
+
+RUNS_ON_JAX = {
+    "a Function": lambda: decorated.Function,
+    "its apply": lambda: decorated.apply,
+    "a decorated function": lambda: decorated,
+    "a converted Function": lambda: jaxfn.from_torch(Exp),
+    "its apply too": lambda: jaxfn.from_torch(Exp).apply,
+    "a converted function": lambda: jaxfn.from_torch(torch.sin),
+    "a converted module": lambda: jaxfn.from_torch(torch.nn.Linear(2, 3)),
+    "its apply as well": lambda: jaxfn.from_torch(torch.nn.Linear(2, 3)).apply,
+    "a module in eval mode": lambda: jaxfn.from_torch(torch.nn.Linear(2, 3)).as_eval(),
+    "jit": lambda: jax.jit(lambda x: x),
+    "jnp.sin": lambda: jnp.sin,
+    "a ufunc": lambda: jnp.add,
+    "custom_vjp": lambda: jax.custom_vjp(jnp.sin),
+    "custom_jvp": lambda: jax.custom_jvp(jnp.sin),
+    "a partial": lambda: partial(jnp.add, 1.0),
+}
+
+
+@row("H1")
+@pytest.mark.parametrize("case", RUNS_ON_JAX)
+def test_what_runs_on_jax_already_is_not_torch_code(case: str):
+    code = RUNS_ON_JAX[case]()
+    with pytest.raises(TypeError, match="(?s)from_torch takes torch code, and .* already runs on JAX"):
+        jaxfn.from_torch(code)
+
+
+@row("H10")
+def test_explain_takes_all_torch_code_and_its_conversion():
+    x = np.ones((4, 2), np.float32)
+    for code in (Exp, torch.exp, torch.nn.Linear(2, 3), lambda x: torch.special.zeta(x, x)):
+        converted = jaxfn.from_torch(code)
+        explanation = jaxfn.explain(code, x)
+        assert str(explanation) == repr(explanation) == str(jaxfn.explain(converted, x))
+        assert bool(explanation) is explanation.is_supported is ("zeta" not in str(explanation))
+    assert str(jaxfn.explain(jaxfn.from_torch(Exp).apply, x)) == str(jaxfn.explain(Exp, x))
+    assert not hasattr(jaxfn.from_torch(Exp), "explain") and not hasattr(jaxfn.from_torch(torch.exp), "source")
+    with pytest.raises(TypeError, match="already runs on JAX"):
+        jaxfn.explain(jnp.sin, x)
 
 
 def test_what_is_converted_says_what_it_is():
     assert repr(jaxfn.from_torch(Exp)) == "<jaxfn Function Exp, converted from torch: backward>"
     net = jaxfn.from_torch(torch.nn.Linear(2, 3))
-    assert repr(net.eval()).startswith("<jaxfn module in eval mode, converted from Linear(")
-    assert isinstance(net, jaxfn.ConvertedModule) and issubclass(jaxfn.from_torch(Exp), jaxfn.ConvertedFunction)
+    assert repr(net.as_eval()).startswith("<jaxfn module in eval mode, converted from Linear(")
+    assert isinstance(net, jaxfn.ConvertedModule) and issubclass(jaxfn.from_torch(Exp), jaxfn.Function)

@@ -672,7 +672,8 @@ def test_gradients_by_arguments_raise_where_only_those_would_be_others():
     net = jaxfn.from_torch(Weighted(data_exchanged_and_stored))
     x = jnp.asarray(X.numpy())
     slopes, _ = jax.vjp(net, x)
-    np.testing.assert_array_equal(slopes, jax.jit(net)(x))  # computing it is right
+    values, _ = jax.jit(net.apply)(net.parameters, net.buffers, x)
+    np.testing.assert_array_equal(slopes, values)  # computing it is right
     with pytest.raises(TranslationError, match="(?s)only parameters can be.*in data_exchanged_and_stored"):
         jax.grad(lambda x: net(x).sum())(x)
 
@@ -907,7 +908,7 @@ def equations(jaxpr):
 def test_pooling_makes_no_array_of_all_windows():
     net = jaxfn.from_torch(nn.MaxPool2d(5, 1, 2))
     x = jnp.zeros((2, 3, 20, 20))
-    program = jax.make_jaxpr(jax.grad(lambda x: net(x).sum()))(x)
+    program = jax.make_jaxpr(jax.grad(lambda x: net.apply({}, {}, x)[0].sum()))(x)
     assert max(y.aval.size for e in equations(program.jaxpr) for y in e.outvars) <= 2 * 3 * 24 * 24
 
 
@@ -976,7 +977,8 @@ def test_second_derivatives_of_norms_and_pools(name):
 @row("I2")
 def test_a_recurrent_layer_is_one_loop():
     net = jaxfn.from_torch(nn.LSTM(3, 4))
-    short, long = (str(jax.make_jaxpr(lambda x: net(x)[0])(jnp.ones((length, 2, 3)))) for length in (5, 50))
+    call = functools.partial(net.apply, net.parameters, {})
+    short, long = (str(jax.make_jaxpr(lambda x: call(x)[0][0])(jnp.ones((length, 2, 3)))) for length in (5, 50))
     assert len(re.findall(r"\bscan\[", long)) == 1
     assert long.count("\n") == short.count("\n")
 
@@ -1096,8 +1098,8 @@ OUTPUTS = {
 def test_outputs_have_a_structure_that_jax_knows(name):
     function, expected = OUTPUTS[name]
     x = jnp.asarray(X.numpy())
-    module = Weighted(lambda module, x: function(x))
-    for call in (jaxfn.from_torch(module), jaxfn.from_torch(function)):
+    net = jaxfn.from_torch(Weighted(lambda module, x: function(x)))
+    for call in (lambda x: net.apply(net.parameters, net.buffers, x)[0], jaxfn.from_torch(function)):
         got = jax.jit(lambda x, call=call: call(x))(x)
         assert jax.tree.structure(got) == jax.tree.structure(expected(x))
         jax.tree.map(np.testing.assert_array_equal, got, expected(x))
@@ -1117,7 +1119,7 @@ def test_the_mode_is_that_of_the_call():
     assert (dropped[0] == dropped[1]).all() and (dropped[0] != dropped[2]).any()
     stored = dropped[0] != 0
     np.testing.assert_allclose(dropped[0][stored], 2 * numbers(module[0](X))[stored], rtol=1e-5)
-    np.testing.assert_allclose(net.eval()(x), numbers(module.eval()(X)), rtol=1e-5)
+    np.testing.assert_allclose(net.as_eval()(x), numbers(module.eval()(X)), rtol=1e-5)
     module.train()
     assert (net(x, key=jax.random.key(0)) == dropped[0]).all()
     module[1].p = 0.0
@@ -1216,13 +1218,13 @@ def test_a_converted_module_is_a_constant_of_a_jitted_function():
         return net.apply(parameters, {"mean": jnp.zeros(3)}, x)[0]
 
     @functools.partial(jax.jit, static_argnums=0)
-    def called(net, x):
+    def called(net, parameters, x):
         traces.append(None)
-        return net(x)
+        return net.apply(parameters, net.buffers, x)[0]
 
     for _ in range(2):
         step(net.parameters, jnp.ones((4, 3)))
-        called(net, jnp.ones((4, 3)))
+        called(net, net.parameters, jnp.ones((4, 3)))
     assert len(traces) == 2
 
 
@@ -1254,7 +1256,7 @@ def test_weights_go_back_into_torch():
     net.load(parameters, buffers)
     for name, tensor in module.state_dict().items():
         np.testing.assert_allclose({**parameters, **buffers}[name], numbers(tensor), rtol=1e-6)
-    np.testing.assert_allclose(net.eval()(x), numbers(module.eval()(X)), rtol=1e-4, atol=1e-5)
+    np.testing.assert_allclose(net.as_eval()(x), numbers(module.eval()(X)), rtol=1e-4, atol=1e-5)
     with pytest.raises(TypeError, match="has no parameter or buffer 'nothing'"):
         net.load({"nothing": x})
 
@@ -1346,7 +1348,7 @@ def test_every_line_that_reads_a_value_is_reported_at_once():
     net = jaxfn.from_torch(nn.Sequential(AskingMore(), AskingMore()))
     with pytest.raises(TranslationError) as caught:
         net(jnp.ones((4, 3)))
-    explanation = net.explain(jnp.ones((4, 3)))
+    explanation = jaxfn.explain(net, jnp.ones((4, 3)))
     lines = [(location.line.text, location.line.callable) for location in explanation.values_needed]
     here = f"{__name__}."
     assert lines == [
@@ -1391,9 +1393,9 @@ def test_explain_lists_the_functions_in_it():
             return x + 1
 
     net = jaxfn.from_torch(Weighted(lambda module, x: Fixed.apply(Twice.apply(Quantized.apply(x @ module.w)))))
-    found = {f.name: (f.times, f.rules) for f in net.explain(jnp.ones((4, 3))).parts[0].functions}
-    assert net.explain(jnp.ones((4, 3))).is_supported
-    assert "aten.mm.default" in net.explain(jnp.ones((4, 3))).parts[0].operations
+    found = {f.name: (f.times, f.rules) for f in jaxfn.explain(net, jnp.ones((4, 3))).parts[0].functions}
+    assert jaxfn.explain(net, jnp.ones((4, 3))).is_supported
+    assert "aten.mm.default" in jaxfn.explain(net, jnp.ones((4, 3))).parts[0].operations
     assert found == {"Fixed": (1, ()), "Twice": (1, ("backward", "jvp")), "Quantized": (2, ("backward",))}
 
 
@@ -1404,7 +1406,7 @@ def unsupported_inside(module, x):
 @row("I7")
 def test_an_operation_without_a_translation_names_the_function_around_it():
     net = jaxfn.from_torch(Weighted(unsupported_inside))
-    (entry,) = net.explain(jnp.ones((4, 3))).parts[0].unsupported
+    (entry,) = jaxfn.explain(net, jnp.ones((4, 3))).parts[0].unsupported
     assert entry.callable == f"{__name__}.unsupported_inside"
     with pytest.raises(TranslationError, match=re.escape(f"in {__name__}.unsupported_inside")):
         net(jnp.ones((4, 3)))
@@ -1749,7 +1751,7 @@ def test_memory_is_read_that_does_not_depend_on_what_is_in_another_order():
     expected.backward()
     np.testing.assert_allclose(net(x), expected.item())
     np.testing.assert_allclose(jax.grad(net)(x), tensor.grad)
-    net = net.eval()
+    net = net.as_eval()
     with pytest.raises(TranslationError, match="depend on a gradient, whose strides may come from 'w'"):
         jax.grad(net)(x)
 

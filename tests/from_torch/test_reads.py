@@ -765,7 +765,7 @@ def test_other_reads_raise_under_jit_with_kind_line_and_what_to_do(code: Any, ki
 
 def explained_under_jit(function: Any, x: Any) -> Any:
     found: list[Any] = []
-    jax.eval_shape(lambda x: found.append(function.explain(x)), x)
+    jax.eval_shape(lambda x: found.append(jaxfn.explain(function, x)), x)
     return found[0]
 
 
@@ -775,13 +775,13 @@ def test_explain_lists_reads_with_line_kind_and_answer():
         return g * x if (g * x).sum() > 0 else g
 
     F = jaxfn.from_torch(simple(lambda x: newton_square_root(x) * x.max().item(), backward_by_sign))
-    forward, backward = F.explain(jnp.array([1.0, 4.0])).parts
+    forward, backward = jaxfn.explain(F, jnp.array([1.0, 4.0])).parts
     found = [(read.kind, read.line.text, read.answer.item()) for read in forward.reads]
     check = "if (new - y).abs().max() < 1e-3:"
     assert found[:-1] == [("branch", check, False)] * (len(found) - 2) + [("branch", check, True)]
     assert found[-1][::2] == ("number", "a traced number")
     assert [(read.kind, read.answer.item()) for read in backward.reads] == [("branch", True)]
-    text = str(F.explain(jnp.array([1.0, 4.0])))
+    text = str(jaxfn.explain(F, jnp.array([1.0, 4.0])))
     assert "forward, values that it reads:" in text and f"{check}\n    (branch, in this call True" in text
     assert "(number, stays a traced number)" in text
     explanation = explained_under_jit(F, jnp.ones(2))

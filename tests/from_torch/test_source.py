@@ -40,7 +40,7 @@ def load(text: str) -> types.ModuleType:
 
 
 def source_of(function: Any, *args: Any, **options: Any) -> str:
-    return jaxfn.from_torch(function).source(*args, **options)
+    return jaxfn.port(function, *args, **options)
 
 
 def assert_as_torch(function: Any, text: str, *args: Any) -> None:
@@ -248,7 +248,7 @@ def test_results_that_differ_raise(monkeypatch):
 @row("H18")
 def test_modules_and_partials_raise():
     with pytest.raises(TypeError, match=r"the source of a module \(Linear\) is not rewritten"):
-        jaxfn.from_torch(torch.nn.Linear(2, 3)).source(np.ones((4, 2)))
+        jaxfn.port(torch.nn.Linear(2, 3), np.ones((4, 2)))
 
 
 @row("H18")

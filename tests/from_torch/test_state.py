@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 import types
 import warnings
+from functools import partial
 from typing import Any
 
 import jax
@@ -41,14 +43,91 @@ def dropping() -> Any:
 def test_eval_and_train_return_the_model_in_that_mode():
     module = dropping()
     net = jaxfn.from_torch(module)
-    assert net.eval() is net.eval() is net.train().eval() and net.train() is not net.eval()
-    np.testing.assert_allclose(net.eval()(X), called(module.eval()), rtol=1e-5)
-    for in_train in (net.train(), net.eval().train()):
+    assert net.as_eval() is net.as_eval() is net.as_train().as_eval() and net.as_train() is not net.as_eval()
+    np.testing.assert_allclose(net.as_eval()(X), called(module.eval()), rtol=1e-5)
+    for in_train in (net.as_train(), net.as_eval().as_train()):
         _, buffers = in_train.apply(net.parameters, net.buffers, X, key=jax.random.key(0))
         assert buffers["2.num_batches_tracked"] == 1
         with pytest.raises(jaxfn.TranslationError, match="random numbers"):
             in_train(X)
     assert not module.training and not module[1].training
+
+
+NAMES_OF_TORCH = {
+    "train": "net.as_train() and net.as_eval()",
+    "eval": "net.as_train() and net.as_eval()",
+    "state_dict": "the dicts net.parameters and net.buffers",
+    "params": "the dicts net.parameters and net.buffers",
+    "load_state_dict": "net.load(",
+    "forward": "net.apply(",
+    "cuda": "jax.device_put",
+    "zero_grad": "jax.grad",
+}
+
+
+@row("I4")
+@pytest.mark.parametrize("name", NAMES_OF_TORCH)
+def test_methods_of_torch_modules_say_what_replaces_them(name):
+    net = jaxfn.from_torch(nn.Linear(2, 3))
+    with pytest.raises(AttributeError, match=f"has no attribute '{name}'. Use {re.escape(NAMES_OF_TORCH[name])}"):
+        getattr(net, name)()
+    assert not hasattr(net, name)
+    with pytest.raises(AttributeError, match="has no attribute 'paramters'$"):
+        net.paramters  # noqa: B018
+
+
+@row("I1")
+def test_a_call_uses_the_parameters_of_its_time_or_raises():
+    """They are never constants of a program that JAX keeps."""
+    net = jaxfn.from_torch(nn.Sequential(nn.Linear(2, 2), nn.Sigmoid()))
+    x = jax.numpy.asarray(X)
+    calls = [
+        net,
+        jax.grad(lambda x: net(x).sum()),
+        jax.vmap(net),
+        jax.hessian(lambda x: net(x).sum()),
+        jax.vmap(jax.grad(lambda x: net(x).sum())),
+        lambda x: jax.jvp(net, (x,), (x,))[1],
+    ]
+    for factor in (1, 3):
+        parameters = {name: factor * array for name, array in net.parameters.items()}
+        net.load(parameters)
+
+        def pure(x, parameters=parameters):
+            return net.apply(parameters, {}, x)[0]
+
+        expected = [
+            pure(x),
+            jax.grad(lambda x: pure(x).sum())(x),
+            pure(x),
+            jax.hessian(lambda x: pure(x).sum())(x),
+            jax.grad(lambda x: pure(x).sum())(x),
+            jax.jvp(pure, (x,), (x,))[1],
+        ]
+        for call, result in zip(calls, expected, strict=True):
+            np.testing.assert_allclose(call(x), result, rtol=1e-6)
+        np.testing.assert_allclose(jax.jit(net.apply)(net.parameters, net.buffers, x)[0], pure(x), rtol=1e-6)
+
+
+STAGED = {
+    "jit": lambda net: jax.jit(net),
+    "jit without arguments": lambda net: lambda x: jax.jit(lambda: net(x))(),
+    "vmap in jit": lambda net: jax.jit(jax.vmap(net)),
+    "grad in jit": lambda net: jax.jit(jax.grad(lambda x: net(x).sum())),
+    "jit in grad": lambda net: jax.grad(jax.jit(lambda x: net(x).sum())),
+    "checkpoint": lambda net: jax.grad(jax.checkpoint(lambda x: net(x).sum())),
+    "map": lambda net: lambda x: jax.lax.map(net, x),
+    "cond": lambda net: lambda x: jax.lax.cond(True, net, net, x),
+    "scan": lambda net: lambda x: jax.lax.scan(lambda c, x: (c, net(x)), 0, x),
+}
+
+
+@row("I1")
+@pytest.mark.parametrize("transform", STAGED)
+def test_a_program_that_jax_keeps_does_not_contain_parameters(transform):
+    call = STAGED[transform](jaxfn.from_torch(nn.Linear(2, 2)))
+    with pytest.raises(TypeError, match=r"Linear: .*out of date after net.load. Call net.apply\(parameters, buffers"):
+        call(jax.numpy.asarray(X))
 
 
 @row("I4")
@@ -58,14 +137,14 @@ def test_the_mode_at_conversion_may_not_change():
     step = jax.jit(lambda p, x: net.apply(p, net.buffers, x, key=jax.random.key(0))[0])
     before = step(net.parameters, X)
     module[1].eval()
-    for call in (net, jax.jit(lambda x: net(x)), net.explain, lambda x: step(net.parameters, x[:1])):
+    for call in (net, partial(jaxfn.explain, net), lambda x: step(net.parameters, x[:1])):
         with pytest.raises(
-            jaxfn.TranslationError, match=r"1 was in train mode when .* in eval mode now.*net\.eval\(\)"
+            jaxfn.TranslationError, match=r"1 was in train mode when .* in eval mode now.*net\.as_eval\(\)"
         ):
             call(X)
     np.testing.assert_array_equal(step(net.parameters, X), before)
     module.eval()
-    np.testing.assert_allclose(jaxfn.from_torch(module)(X), net.eval()(X), rtol=1e-6)
+    np.testing.assert_allclose(jaxfn.from_torch(module)(X), net.as_eval()(X), rtol=1e-6)
     module.train()
     np.testing.assert_allclose(step(net.parameters, X), before)
 
@@ -87,8 +166,8 @@ def test_eval_calls_an_overridden_train():
 
     module = Frozen()
     net = jaxfn.from_torch(module)  # torch has the norm in train mode until `train` is called
-    np.testing.assert_allclose(net.train()(X), called(module.train()), rtol=1e-5)
-    np.testing.assert_allclose(net.eval()(X), called(module.eval()), rtol=1e-5)
+    np.testing.assert_allclose(net.as_train()(X), called(module.train()), rtol=1e-5)
+    np.testing.assert_allclose(net.as_eval()(X), called(module.eval()), rtol=1e-5)
 
 
 @row("I4")
@@ -106,7 +185,7 @@ def test_a_train_that_changes_more_than_the_mode_raises():
     module = Merges(2, 2)
     before = module.weight.detach().clone()
     with pytest.raises(jaxfn.TranslationError, match=r"Merges\.train\(False\) changes the attribute merged"):
-        jaxfn.from_torch(module).eval()
+        jaxfn.from_torch(module).as_eval()
     assert torch.equal(module.weight, before) and not module.merged and module.training
 
 
@@ -116,7 +195,7 @@ def test_the_mode_in_a_backward_that_is_traced_later():
         return function_of(lambda x: x * 1.0, slope=lambda x: 2.0 if self.training else 3.0).apply(x)
 
     net = jaxfn.from_torch(Net(code))
-    for model, slope in ((net, 2.0), (net.eval(), 3.0), (net.train(), 2.0)):
+    for model, slope in ((net, 2.0), (net.as_eval(), 3.0), (net.as_train(), 2.0)):
         np.testing.assert_array_equal(jax.grad(lambda x: model(x).sum())(X), np.full_like(X, slope))
 
 
@@ -157,7 +236,7 @@ def in_an_object(self, x):
 def test_a_tensor_that_is_read_and_replaced_raises(code, attributes):
     module = Net(code, **attributes)
     net = jaxfn.from_torch(module)
-    for call in (net, jax.jit(lambda x: net(x)), jax.grad(lambda x: net(x).sum())):
+    for call in (net, partial(jax.jit(net.apply), net.parameters, net.buffers), jax.grad(lambda x: net(x).sum())):
         with pytest.raises(jaxfn.TranslationError, match=r"Net reads the attribute (h|state) of .*register_buffer"):
             call(X)
     called(module)  # which torch can do afterwards
@@ -242,7 +321,8 @@ def test_other_changes_are_warned_of_once(code, make):
     with pytest.warns(UserWarning, match=r"Net changes the attribute h of the module \(Net\).*register_buffer"):
         first = net(X)
     np.testing.assert_array_equal(net(X), first)
-    np.testing.assert_array_equal(jax.jit(lambda x: net(x))(X[:1]), first[:1])  # traced again: as often as there is
+    again, _ = jax.jit(net.apply)(net.parameters, net.buffers, X[:1])
+    np.testing.assert_array_equal(again, first[:1])  # traced again: as often as there is
     np.testing.assert_array_equal(called(module), first)
 
 
@@ -375,7 +455,7 @@ def test_objects_that_hold_each_other_are_supported():
 def test_a_wrong_shape_names_layer_input_and_shapes(capfd):
     layers = nn.Sequential(nn.Linear(2, 4), nn.Linear(3, 2))
     net = jaxfn.from_torch(Net(lambda self, x: self.layers(x), layers=layers))
-    for call in (net, jax.jit(lambda x: net(x))):
+    for call in (net, partial(jax.jit(net.apply), net.parameters, net.buffers)):
         with pytest.raises(jaxfn.TranslationError) as info:
             call(X)
         text = str(info.value).partition("\n----")[0]

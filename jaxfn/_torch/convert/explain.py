@@ -1,11 +1,12 @@
-"""The result of `from_torch(F).explain(*args)`."""
+"""The result of `jaxfn.explain`, and where converted code comes from."""
 
 from __future__ import annotations
 
 import html
 import inspect
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from jaxfn._torch.convert.definition import Definition
@@ -107,8 +108,9 @@ def _describe_function(function: Any, definition: Definition, times: int) -> App
     return AppliedFunction(definition.name, location, times, tuple(rules))
 
 
+@dataclass(frozen=True, repr=False, eq=False)
 class Explanation:
-    """An explanation of how torch code is translated for certain arguments. Prints as text.
+    """An explanation of how torch code is translated for certain arguments. Prints as text; true if it is supported.
 
     Attributes:
       name: The name of the code.
@@ -119,15 +121,17 @@ class Explanation:
 
     __module__ = "jaxfn"
 
-    def __init__(self, name: str, parts: Sequence[Part], values_needed: Sequence[Read] = ()) -> None:
-        self.name = name
-        self.parts = list(parts)
-        self.values_needed = list(values_needed)
+    name: str
+    parts: Sequence[Part]
+    values_needed: Sequence[Read] = ()
 
     @property
     def is_supported(self) -> bool:
         """Whether all of the code can run on JAX."""
         return not any(part.error or part.unsupported for part in self.parts)
+
+    def __bool__(self) -> bool:
+        return self.is_supported
 
     def __str__(self) -> str:
         reads = "".join(map(str, self.values_needed))
@@ -139,6 +143,15 @@ class Explanation:
     def _repr_html_(self) -> str:
         """Returns the explanation for a notebook."""
         return f"<pre>{html.escape(str(self))}</pre>"
+
+
+class Conversion(NamedTuple):
+    """The attribute `_jaxfn_conversion` of what `from_torch` returns."""
+
+    original: Any
+    call: Callable[..., Any]
+    key_name: str
+    explain: Callable[[tuple[Any, ...], dict[str, Any]], Explanation]
 
 
 def _indent(text: Any) -> str:

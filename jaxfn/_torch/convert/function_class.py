@@ -20,10 +20,9 @@ from jaxfn._methods import UserMethods
 from jaxfn._once_differentiable import once_differentiable
 from jaxfn._primitives import guard
 from jaxfn._torch.convert.definition import Definition
-from jaxfn._torch.convert.explain import Explanation, Part
+from jaxfn._torch.convert.explain import Conversion, Explanation, Part
 from jaxfn._torch.convert.traced_code import TensorSpec, TracedForward, TracedRule, TracedVmap, TraceLookup, tensor_spec
 from jaxfn._torch.graph.reads import Answerer, are_concrete
-from jaxfn._torch.source.source import write_source
 from jaxfn._torch.trace.state import TraceConfig
 from jaxfn._torch.values.arrays import jax_dtype, torch_dtype
 from jaxfn._torch.values.errors import DataDependentError, EscapedTensorError, TranslationError
@@ -50,100 +49,16 @@ class _ConvertedFunctionType(type):
         return f"<jaxfn Function {cls.__qualname__}, converted from torch: {describe_rules(cls)}>"
 
 
-class ConvertedFunction(Function, metaclass=_ConvertedFunctionType):
-    """A Function whose methods are those of a torch Function, `torch_function`."""
+class _ConvertedFunction(Function, metaclass=_ConvertedFunctionType):
+    """A Function whose methods are those of a torch Function."""
 
-    __module__ = "jaxfn"
-
-    torch_function: ClassVar[Any]
-    adapter: ClassVar[FunctionAdapter]
     _jaxfn_takes_torch_tensors = True  # They are constants.
+    _jaxfn_conversion: ClassVar[Conversion]
 
-    @classmethod
-    def explain(cls, *args: Any, **kwargs: Any) -> Explanation:
-        """Explains how `apply` with these arguments, and its derivative, are translated.
 
-        Args:
-          *args: Arguments of `apply`. Of arrays, only shapes and dtypes matter, unless the code reads values. Inside
-            `jax.jit` or `jax.eval_shape`, where arrays have none, it explains a call there.
-          **kwargs: Keyword arguments of `apply`.
-
-        Returns:
-          An object that prints the graphs that torch traced, their operations, and the operations without a
-          translation. For JAX code to read and to store, call `source`.
-
-        Examples:
-          >>> import torch, jax.numpy as jnp, jaxfn
-          >>> class Square(torch.autograd.Function):
-          ...     @staticmethod
-          ...     def forward(ctx, x):
-          ...         ctx.save_for_backward(x)
-          ...         return x * x
-          ...     @staticmethod
-          ...     def backward(ctx, grad_output):
-          ...         return 2 * ctx.saved_tensors[0] * grad_output
-          >>> explanation = jaxfn.from_torch(Square).explain(jnp.ones(3))
-          >>> explanation.is_supported
-          True
-          >>> print(explanation.parts[1].operations)
-          ['aten.mul.Tensor']
-
-        Torch counterpart: none.
-        """
-        form, values = UserMethods(cls).signature.bind(args, kwargs)
-        return form.call(lambda *args, **kwargs: cls.adapter.explain(args, kwargs), (), values)
-
-    @classmethod
-    def source(cls, *args: Any, examples: Sequence[Sequence[Any]] = (), **kwargs: Any) -> str:
-        """Rewrites the Function's Python source for JAX, and proves it.
-
-        torch runs the Function on the examples, and its source is rewritten by what the code did there: calls of torch
-        become `jax.numpy`, in-place updates become assignments, and comments, control flow and names do not change.
-        The result is compared with the converted Function under `jax.jit`, in outputs, gradients and second
-        derivatives: at the examples, at two other sizes, at ties, zeros, NaN and infinity, in double precision, and for
-        each combination of inputs that need a gradient.
-
-        Args:
-          *args: Arguments of `apply`, with concrete arrays.
-          examples: Arguments of more calls, for lines that the first call does not reach.
-          **kwargs: Keyword arguments of `apply`.
-
-        Returns:
-          The text of a module that imports jax, numpy and jaxfn, and defines a `jaxfn.Function` of this name, with
-          the functions that it calls. A Function that draws random numbers takes a parameter `key`. Lines that no
-          example reached raise `NotImplementedError`.
-
-        Raises:
-          TranslationError: A statement has no rule, or the results differ. The message names the line.
-
-        Examples:
-          >>> import torch, jax.numpy as jnp, jaxfn
-          >>> class TorchCube(torch.autograd.Function):
-          ...     @staticmethod
-          ...     def forward(ctx, x):
-          ...         ctx.save_for_backward(x)
-          ...         return torch.pow(x, 3)  # x * x * x
-          ...     @staticmethod
-          ...     def backward(ctx, grad_output):
-          ...         (x,) = ctx.saved_tensors
-          ...         return 3 * torch.square(x) * grad_output
-          >>> text = jaxfn.from_torch(TorchCube).source(jnp.ones(3))
-          >>> print(text[text.index("class TorchCube") :])
-          class TorchCube(jaxfn.Function):
-              @staticmethod
-              def forward(ctx, x):
-                  ctx.save_for_backward(x)
-                  return x ** 3  # x * x * x
-              @staticmethod
-              def backward(ctx, grad_output):
-                  (x,) = ctx.saved_tensors
-                  return 3 * jnp.square(x) * grad_output
-          <BLANKLINE>
-
-        Torch counterpart: none.
-        """
-        kwargs.pop(cls.adapter.definition.key_name, None)
-        return write_source(cls.torch_function, cls.apply, args, kwargs, examples)
+def adapter_of(converted: type[Function]) -> FunctionAdapter:
+    """Returns the adapter of a converted Function."""
+    return vars(converted)["_jaxfn_adapter"]
 
 
 class _Containers:
@@ -268,7 +183,7 @@ class FunctionAdapter:
         with self._call.settings.restored():
             yield
 
-    def pinned_to(self, traced: TracedForward) -> type[ConvertedFunction]:
+    def pinned_to(self, traced: TracedForward) -> type[Function]:
         """Returns the jaxfn Function for a call in torch code that has this trace."""
         if traced.pinned is None:
             traced.pinned = _make_class(type(self)(self.definition, traced), __name__)
@@ -496,7 +411,7 @@ _BACKWARD_KEY_DATA = 0x6261636B
 
 def convert_function_class(
     function: Any, module: str, config: TraceConfig, adapter_type: type[FunctionAdapter] = FunctionAdapter
-) -> type[ConvertedFunction]:
+) -> type[Function]:
     """Returns the jaxfn Function of a torch Function class, with `__module__` set; cached by class and options."""
     ops = config.replacements.all
     replaced = frozenset((id(op), id(replacement)) for op, replacement in ops.items())
@@ -509,10 +424,10 @@ def convert_function_class(
 
 
 # A converted class references the torch class and the replacements, so that their identities stay unique.
-_CLASSES: weakref.WeakValueDictionary[Any, type[ConvertedFunction]] = weakref.WeakValueDictionary()
+_CLASSES: weakref.WeakValueDictionary[Any, type[Function]] = weakref.WeakValueDictionary()
 
 
-def _make_class(adapter: FunctionAdapter, module: str) -> type[ConvertedFunction]:
+def _make_class(adapter: FunctionAdapter, module: str) -> type[Function]:
     definition, function = adapter.definition, adapter.definition.function
 
     def forward(ctx: FunctionCtx, *args: Any, **kwargs: Any) -> Any:
@@ -533,8 +448,7 @@ def _make_class(adapter: FunctionAdapter, module: str) -> type[ConvertedFunction
         "__module__": module,
         "__qualname__": function.__name__,
         "__doc__": function.__doc__,
-        "torch_function": function,
-        "adapter": adapter,
+        "_jaxfn_adapter": adapter,
         "forward": staticmethod(method),
         "generate_vmap_rule": function.generate_vmap_rule,
     }
@@ -547,4 +461,12 @@ def _make_class(adapter: FunctionAdapter, module: str) -> type[ConvertedFunction
         body["backward"] = staticmethod(once_differentiable(backward) if definition.once_differentiable else backward)
     if definition.has_jvp:
         body["jvp"] = staticmethod(jvp)
-    return type(function.__name__, (ConvertedFunction,), body)
+    converted = type(function.__name__, (_ConvertedFunction,), body)
+
+    def explain(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Explanation:
+        form, values = UserMethods(converted).signature.bind(args, kwargs)
+        return form.call(lambda *args, **kwargs: adapter.explain(args, kwargs), (), values)
+
+    conversion = Conversion(function, converted.apply, definition.key_name, explain)
+    converted._jaxfn_conversion = vars(converted.apply)["_jaxfn_conversion"] = conversion
+    return converted

@@ -11,7 +11,7 @@ import warnings
 import weakref
 from collections import OrderedDict, deque
 from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import jax
 import numpy as np
@@ -27,7 +27,7 @@ from jaxfn._torch._compat import (
     tensor_dicts,
 )
 from jaxfn._torch.convert.definition import TorchCode
-from jaxfn._torch.convert.explain import Explanation
+from jaxfn._torch.convert.explain import Conversion, Explanation
 from jaxfn._torch.convert.torch_callable import TorchCallable, TracedCallable
 from jaxfn._torch.graph.recorder import ExternalTensors, Recorder, has_nonstandard_strides
 from jaxfn._torch.trace.detach import forbid_mutation
@@ -37,6 +37,7 @@ from jaxfn._torch.trace.tensor_hooks import apply_hook
 from jaxfn._torch.values.arrays import to_jax, to_torch
 from jaxfn._torch.values.errors import TranslationError
 from jaxfn._torch.values.trace_cache import IdentityKey, plain_attributes
+from jaxfn._traces import staging_trace
 
 # A module contains other tensors while one thread traces it. Meanwhile no other thread may use it, or a module that
 # shares submodules with it.
@@ -77,9 +78,19 @@ class ConvertedModule:
     def __setattr__(self, name: str, value: Any) -> None:
         raise AttributeError(f"a converted module is immutable: cannot set {name}. Use load, or torch_module")
 
+    if not TYPE_CHECKING:  # Type checkers report names that do not exist.
+
+        def __getattr__(self, name: str) -> Any:
+            hint = f". Use {_HINTS[name]}" if name in _HINTS else ""
+            raise AttributeError(f"a converted module has no attribute {name!r}{hint}", name=name, obj=self)
+
     def __repr__(self) -> str:
         mode = "train" if self._modes[""] else "eval"
         return f"<jaxfn module in {mode} mode, converted from {self.torch_module!r}>"
+
+    @property
+    def _jaxfn_conversion(self) -> Conversion:
+        return Conversion(self.torch_module, self.apply, self._callable.code.key_name, self._explain)
 
     @property
     def parameters(self) -> Arrays:
@@ -93,24 +104,28 @@ class ConvertedModule:
         with _LOCK:
             return {name: to_jax(x) for name, x in _tensors(self.torch_module).items() if not _is_trainable(x)}
 
-    def train(self, mode: bool = True) -> ConvertedModule:
-        """Returns the module in train or eval mode, around its torch module, whose own mode does not change.
+    def as_train(self) -> ConvertedModule:
+        """Returns the module in train mode, around the same torch module, whose own mode does not change.
 
         Raises:
           TranslationError: A submodule overrides `train`, and changes more than modes.
 
-        Torch counterpart: `Module.train`, which changes the module and returns it.
+        Torch counterpart: `Module.train`, which changes the module itself.
         """
-        with _LOCK:
-            if mode not in self._converted_by_mode:
-                self._converted_by_mode[mode] = net = ConvertedModule(self.torch_module, self._callable.code.config)
-                object.__setattr__(net, "_modes", net._modes_after_train(mode))
-                object.__setattr__(net, "_converted_by_mode", self._converted_by_mode)
-            return self._converted_by_mode[mode]
+        return self._in_mode(True)
 
-    def eval(self) -> ConvertedModule:
-        """Returns the module in eval mode; `train(False)`."""
-        return self.train(False)
+    def as_eval(self) -> ConvertedModule:
+        """Returns the module in eval mode; see `as_train`."""
+        return self._in_mode(False)
+
+    def _in_mode(self, is_training: bool) -> ConvertedModule:
+        with _LOCK:
+            if is_training not in self._converted_by_mode:
+                net = ConvertedModule(self.torch_module, self._callable.code.config)
+                object.__setattr__(net, "_modes", net._modes_after_train(is_training))
+                object.__setattr__(net, "_converted_by_mode", self._converted_by_mode)
+                self._converted_by_mode[is_training] = net
+            return self._converted_by_mode[is_training]
 
     def apply(
         self, parameters: Mapping[str, Any], buffers: Mapping[str, Any], *args: Any, **kwargs: Any
@@ -132,13 +147,6 @@ class ConvertedModule:
           TypeError: A parameter or buffer is missing, has another shape, or does not exist in the module.
           TranslationError: The code cannot run on JAX unchanged. The message names the operation or the line.
 
-        Examples:
-          >>> import torch, jax, jax.numpy as jnp, jaxfn
-          >>> net = jaxfn.from_torch(torch.nn.Sequential(torch.nn.Linear(3, 2), torch.nn.BatchNorm1d(2)))
-          >>> output, buffers = net.apply(net.parameters, net.buffers, jnp.ones((4, 3)))
-          >>> print(output.shape, sorted(buffers))
-          (4, 2) ['1.num_batches_tracked', '1.running_mean', '1.running_var']
-
         Torch counterpart: `torch.func.functional_call`, which does not return the buffers.
         """
         traced, arrays, key = self._trace_call(parameters, buffers, args, kwargs)
@@ -147,7 +155,17 @@ class ConvertedModule:
         return output, {**dict(buffers), **new_buffers}
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Returns the output for the module's current parameters and buffers, as `apply` does."""
+        """Returns the output for the parameters and buffers that the torch module has now.
+
+        Raises:
+          TypeError: JAX is tracing a program that it keeps (in `jit`, `scan`, `checkpoint`). Call `apply` there.
+        """
+        if staging_trace() is not None:
+            raise TypeError(
+                f"{self._callable.code.name}: called inside jax.jit, scan or checkpoint, a converted module would make "
+                "its parameters constants, which are out of date after net.load. Call net.apply(parameters, buffers, "
+                "...), and pass both as arguments: jax.jit(net.apply)(net.parameters, net.buffers, ...)"
+            )
         traced, arrays, key = self._trace_call(self.parameters, self.buffers, args, kwargs)
         return traced.run(arrays, key)[0]
 
@@ -174,14 +192,6 @@ class ConvertedModule:
         Raises:
           TypeError: A name does not exist in the module, or an array has another shape.
 
-        Examples:
-          >>> import torch, jax, jaxfn
-          >>> module = torch.nn.Linear(3, 2)
-          >>> net = jaxfn.from_torch(module)
-          >>> net.load(jax.tree.map(jax.numpy.zeros_like, net.parameters))
-          >>> print(module.bias.tolist())
-          [0.0, 0.0]
-
         Torch counterpart: `Module.load_state_dict`.
         """
         arrays = {**parameters, **(buffers or {})}
@@ -193,29 +203,11 @@ class ConvertedModule:
                     tensors[name].data = tensors[name].new_empty(array.shape)
                 tensors[name].copy_(to_torch(array))
 
-    def explain(self, *args: Any, **kwargs: Any) -> Explanation:
-        """Explains how the module's code is translated when it is called with these arguments.
-
-        Args:
-          *args: Arguments of the module's `forward`.
-          **kwargs: Keyword arguments of `forward`.
-
-        Returns:
-          An object that prints the graph that torch traced, its operations, and the operations without a translation.
-
-        Torch counterpart: none.
-        """
+    def _explain(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Explanation:
         kwargs.pop(self._callable.code.key_name, None)
         with _LOCK:
             self._check_mode()
             return self._callable.explain((self.parameters, self.buffers, args, kwargs), 1)
-
-    def source(self, *args: Any, **kwargs: Any) -> str:
-        """Raises `TypeError`: only Functions and Python functions are rewritten."""
-        raise TypeError(
-            f"the source of a module ({type(self.torch_module).__name__}) is not rewritten. Call its conversion, "
-            "jaxfn.from_torch(module).apply, and rewrite the Functions that it applies: jaxfn.from_torch(F).source(x)"
-        )
 
     def _call_module(self, parameters: _Tensors, buffers: _Tensors, args: Any, kwargs: Any) -> tuple[Any, _Tensors]:
         """Calls the module with these tensors; also returns its buffers afterwards."""
@@ -374,8 +366,8 @@ class ConvertedModule:
                 was, now = (("eval", "train")[mode] for mode in (converted_mode, is_training))
                 raise TranslationError(
                     f"{self._callable.code.name}: {path or 'the module'} was in {was} mode when it was converted, and "
-                    f"is in {now} mode now. Calls that are already compiled would not see that. Use net.{now}() for "
-                    "the module in that mode (net.train() and net.eval() share the parameters), or convert it again"
+                    f"is in {now} mode now. Calls that are already compiled would not see that. Use net.as_{now}() "
+                    "for the module in that mode, which shares the parameters, or convert it again"
                 )
 
     def _check(self, parameters: Mapping[str, Any], buffers: Mapping[str, Any]) -> None:
@@ -408,6 +400,16 @@ class ConvertedModule:
                     f"{name}: expected an array of shape {tuple(tensors[key].shape)} for {key}, got shape "
                     f"{tuple(array.shape)}"
                 )
+
+
+# What to use in place of attributes of `torch.nn.Module`, and of one that flax has.
+_HINTS = dict.fromkeys(("train", "eval"), "net.as_train() and net.as_eval(), which return the module in that mode") | {
+    **dict.fromkeys(("state_dict", "named_parameters", "params"), "the dicts net.parameters and net.buffers"),
+    **dict.fromkeys(("to", "cuda", "cpu", "double", "half"), "jax.device_put, or a cast, of what net.apply takes"),
+    "load_state_dict": "net.load(parameters, buffers)",
+    "forward": "net.apply(parameters, buffers, ...)",
+    "zero_grad": "jax.grad of a function that calls net.apply, which returns new gradients",
+}
 
 
 def _tensors(module: torch.nn.Module) -> _Tensors:

@@ -8,8 +8,9 @@ from typing import Any, NamedTuple
 
 import torch
 
+from jaxfn._function import Function
 from jaxfn._primitives import DeferredError, guard
-from jaxfn._torch.convert.function_class import ConvertedFunction, convert_function_class
+from jaxfn._torch.convert.function_class import adapter_of, convert_function_class
 from jaxfn._torch.convert.lifting import ORIGINAL, LiftedCall
 from jaxfn._torch.convert.traced_code import TracedForward
 from jaxfn._torch.graph.reads import CallValues
@@ -36,7 +37,7 @@ class _Preview(NamedTuple):
       draws: Whether it draws random numbers.
     """
 
-    converted: type[ConvertedFunction]
+    converted: type[Function]
     arguments: FlatTensors
     key: torch.Tensor | None
     traced: TracedForward
@@ -48,7 +49,7 @@ def _preview(state: TraceState, function: Any, args: Sequence[Any], kwargs: Mapp
     externals = state.recorder.nested_externals([*map(state.lower, arguments.leaves)], function.__name__)
     converted = convert_function_class(function, __name__, state.config._replace(externals=externals, is_nested=True))
     try:
-        return _Preview(converted, arguments, None, *converted.adapter.preview(arguments))
+        return _Preview(converted, arguments, None, *adapter_of(converted).preview(arguments))
     except DataDependentError as error:
         if not isinstance(state.recorder.answerer, CallValues):
             state.recorder.unanswered = error
@@ -57,7 +58,7 @@ def _preview(state: TraceState, function: Any, args: Sequence[Any], kwargs: Mapp
     arrays = state.recorder.values_of([state.lower(x) for x in (*arguments.leaves, *([] if key is None else [key]))])
     values = arrays[: len(arguments.leaves)], None if key is None else wrap_key(arrays[-1])
     with outside_trace():
-        return _Preview(converted, arguments, key, *converted.adapter.preview(arguments, values))
+        return _Preview(converted, arguments, key, *adapter_of(converted).preview(arguments, values))
 
 
 def can_repeat(state: TraceState, function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
@@ -111,7 +112,7 @@ def record_nested_apply(state: TraceState, function: Any, args: Sequence[Any], k
 def _record(state: TraceState, preview: _Preview) -> Any:
     """Records the call, and returns the Function's outputs."""
     converted, arguments, key, traced, draws = preview
-    adapter = converted.adapter
+    adapter = adapter_of(converted)
     pinned = adapter.pinned_to(traced)
     state.functions.append(traced)
     output_slots = slots(traced.output)

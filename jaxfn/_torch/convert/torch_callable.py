@@ -15,10 +15,9 @@ import torch
 from jaxfn._primitives import DeferredError, guard
 from jaxfn._torch._compat import without_functions
 from jaxfn._torch.convert.definition import TorchCode, with_key
-from jaxfn._torch.convert.explain import Explanation, Part
+from jaxfn._torch.convert.explain import Conversion, Explanation, Part
 from jaxfn._torch.convert.traced_code import TensorSpec, TracedCode, TraceLookup
 from jaxfn._torch.graph.reads import NO_VALUES, Answerer, AssumedValues, Read
-from jaxfn._torch.source.source import write_source
 from jaxfn._torch.trace.leaks import checking_leaks
 from jaxfn._torch.trace.scope import trace_scope
 from jaxfn._torch.trace.state import TraceConfig, TraceState
@@ -351,11 +350,12 @@ def convert_callable(function: Callable[..., Any], config: TraceConfig) -> Calla
     parameters = list(with_key(list(signature.parameters.values()), code.key_name))
     vars(converted)["__signature__"] = signature.replace(parameters=parameters)
 
-    def source(*args: Any, examples: Sequence[Sequence[Any]] = (), **kwargs: Any) -> str:
-        """Returns the text of a Python module that defines the function for JAX; see `ConvertedFunction.source`."""
-        return write_source(function, converted, args, kwargs, examples)
+    def explain(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Explanation:
+        kwargs.pop(code.key_name, None)
+        signature.bind(*args, **kwargs)
+        return torch_callable.explain((args, kwargs))
 
-    vars(converted)["source"] = source
+    vars(converted)["_jaxfn_conversion"] = Conversion(function, converted, code.key_name, explain)
     return converted
 
 

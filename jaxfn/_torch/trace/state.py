@@ -11,9 +11,9 @@ import torch
 from torch.utils import _pytree as torch_tree
 
 from jaxfn._torch._compat import (
-    OPERATION_TYPES,
     PARAMETER_FLAG,
     FunctionalTensor,
+    find_operation,
     is_composite,
     plain_torch,
     storage_id,
@@ -40,22 +40,25 @@ class Replacements(NamedTuple):
 
     @classmethod
     def of(cls, ops: Mapping[Any, Callable[..., Any]]) -> Replacements:
-        """Sorts the `ops` argument. Raises for operations that never reach a trace."""
-        for op in filter(is_composite, ops):
-            name = operation_name(op)
-            raise ValueError(
-                f"ops={{{name}: ...}}: torch decomposes {name} into other operations before jaxfn sees it, so the "
-                "replacement would never be called. Name the Python function that the code calls (torch.matmul, or "
-                "torch.nn.functional.linear), or the operations that explain() shows."
-            )
+        """Sorts the `ops` argument. Raises for what is not an operation or function, or never reaches a trace."""
+        for op, function in ops.items():
+            name, is_operation = operation_name(op), find_operation(op) is not None
+            if isinstance(op, str) and not is_operation:
+                raise ValueError(f"ops={{{op!r}: ...}}: torch has no operation of this name. One is 'aten.add.Tensor'")
+            if not is_operation and (isinstance(op, type) or not callable(op)):
+                raise TypeError(f"ops: a key is a torch operation, its name, or a Python function, got {op!r}")
+            if not callable(function):
+                raise TypeError(f"ops={{{name}: ...}}: expected a JAX function, got {function!r}")
+            if is_composite(op):
+                raise ValueError(
+                    f"ops={{{name}: ...}}: torch decomposes {name} into other operations before jaxfn sees it, so the "
+                    "replacement would never be called. Name the Python function that the code calls (torch.matmul, "
+                    "or torch.nn.functional.linear), or the operations that jaxfn.explain shows."
+                )
         callables = {op: getattr(f, "apply", f) if isinstance(f, type) else f for op, f in ops.items()}
-        operations = {op: replacement for op, replacement in callables.items() if _is_operation(op)}
+        operations = {op: replacement for op, replacement in callables.items() if find_operation(op)}
         functions = {op: replacement for op, replacement in callables.items() if op not in operations}
         return cls(ops, key_by_name(operations), functions)
-
-
-def _is_operation(op: object) -> bool:
-    return isinstance(op, (str, *OPERATION_TYPES)) or hasattr(op, "_opoverload")
 
 
 class OwnTensor:
