@@ -41,6 +41,11 @@ class Arguments:
         return function(*self.spec.unflatten(next(remaining[is_value]) for is_value in self.is_value))
 
 
+def as_arguments(inputs: Any) -> tuple[Any, ...]:
+    """Returns the arguments that `inputs` holds: a tuple or a list of them, or the only one."""
+    return tuple(inputs) if isinstance(inputs, (tuple, list)) else (inputs,)
+
+
 def flatten_arguments(
     function: Callable[..., Any],
     inputs: Any,
@@ -55,7 +60,7 @@ def flatten_arguments(
       argnums: the positions of the arguments to be differentiated. Default: all.
       convert: converts a leaf, from its name, the leaf, and whether its argument is to be differentiated.
     """
-    args = tuple(inputs) if isinstance(inputs, (tuple, list)) else (inputs,)
+    args = as_arguments(inputs)
     chosen = _chosen_arguments(argnums, len(args))
     argument_names = _argument_names(function, args)
 

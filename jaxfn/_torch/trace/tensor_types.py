@@ -82,7 +82,7 @@ class _Type:
         return other | _REAL_TYPE
 
     def __eq__(self, other: object) -> bool:
-        return other is self or other is _REAL_TYPE
+        return any(other is x for x in (self, _REAL_TYPE))
 
     def __hash__(self) -> int:
         return hash(_REAL_TYPE)

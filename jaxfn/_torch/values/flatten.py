@@ -83,21 +83,25 @@ def unflatten_tensors(
     def fill(leaf: Any) -> Any:
         return leaves[leaf.index] if isinstance(leaf, Slot) else leaf
 
-    def is_kept(value: object) -> bool:
-        return is_size(value) or (shares_containers and _is_shared(value))
-
-    return torch_tree.tree_map(fill, template, is_leaf=is_kept)
+    return torch_tree.tree_map(fill, template, is_leaf=_is_kept if shares_containers else is_size)
 
 
 def shared_containers(template: Any) -> list[Any]:
     """Returns the containers to which a template refers; see `flatten_tensors`."""
-    leaves = torch_tree.tree_leaves(template, is_leaf=lambda x: is_size(x) or _is_shared(x))
-    return [leaf for leaf in leaves if _is_shared(leaf)]
+    return [leaf for leaf in torch_tree.tree_leaves(template, is_leaf=_is_kept) if _is_shared(leaf)]
 
 
 def replace_containers(template: Any, new: Mapping[int, Any]) -> Any:
     """Replaces containers to which a template refers, by identity."""
-    return torch_tree.tree_map(lambda x: new.get(id(x), x), template, is_leaf=lambda x: is_size(x) or _is_shared(x))
+
+    def replaced(leaf: Any) -> Any:
+        return new.get(id(leaf), leaf)
+
+    return torch_tree.tree_map(replaced, template, is_leaf=_is_kept)
+
+
+def _is_kept(value: object) -> bool:
+    return is_size(value) or _is_shared(value)
 
 
 def _is_shared(value: object) -> bool:
