@@ -65,7 +65,7 @@ class _Type:
     def __instancecheck__(self, instance: object) -> bool:
         return instance is self or isinstance(instance, _REAL_TYPE)
 
-    def __subclasscheck__(self, subclass: type) -> bool:
+    def __subclasscheck__(self, subclass: Any) -> bool:
         return subclass is self or issubclass(subclass, _REAL_TYPE)
 
     def __getattribute__(self, name: str) -> Any:
@@ -82,7 +82,7 @@ class _Type:
         return other | _REAL_TYPE
 
     def __eq__(self, other: object) -> bool:
-        return any(other is x for x in (self, _REAL_TYPE))
+        return other is self or other is _REAL_TYPE
 
     def __hash__(self) -> int:
         return hash(_REAL_TYPE)
