@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import collections
 import contextlib
+import contextvars
+import dataclasses
+import enum
 import functools
+import sys
 import types
 from typing import Any
 
@@ -222,6 +227,108 @@ def test_python_state_may_change_between_forward_and_backward(name: str):
             np.testing.assert_allclose(pullback(jnp.ones(4))[0], scale)
 
 
+@dataclasses.dataclass(slots=True)
+class Slots:
+    value: float = 2.0
+
+
+@dataclasses.dataclass
+class Configuration:
+    value: float = 2.0
+
+
+class Mode(enum.Enum):
+    ONE = 1
+
+
+class Meta(type):
+    value = 2.0
+
+
+class WithMeta(metaclass=Meta):
+    pass
+
+
+TAGGED = torch.ones(1)
+SETTINGS = types.SimpleNamespace(one=2.0)
+NAME, THIS = "one", sys.modules[__name__]
+QUEUE = collections.deque([2.0])
+ARRAY = np.array([2.0])
+VARIABLE = contextvars.ContextVar[float]("value")
+FIRST = [1.0]
+LISTS = {"first": FIRST, "second": [1.0]}
+STATE = {  # how code reads a value, and how it is set
+    "an object with __slots__": (lambda: SLOTS.value, lambda value: setattr(SLOTS, "value", value)),
+    "a dataclass": (lambda: CONFIGURATION.value, lambda value: setattr(CONFIGURATION, "value", value)),
+    "a member of an enum": (lambda: Mode.ONE.factor, lambda value: setattr(Mode.ONE, "factor", value)),
+    "a metaclass": (lambda: WithMeta.value, lambda value: setattr(Meta, "value", value)),
+    "a captured tensor": (lambda: TAGGED.factor, lambda value: setattr(TAGGED, "factor", value)),
+    "a name in a global": (lambda: getattr(SETTINGS, NAME), lambda value: setattr(SETTINGS, "one", value)),
+    "a computed name": (lambda: getattr(THIS, f"the_{NAME}"), lambda value: setattr(THIS, "the_one", value)),
+    "a deque": (lambda: QUEUE[0], lambda value: QUEUE.__setitem__(0, value)),
+    "an array of NumPy": (lambda: float(ARRAY[0]), lambda value: ARRAY.__setitem__(0, value)),
+    "a context variable": (VARIABLE.get, VARIABLE.set),
+    "the identity of lists": (
+        lambda: 3.0 if LISTS["first"] is LISTS["second"] else 2.0,
+        lambda value: LISTS.update(second=[1.0] if value == 2.0 else FIRST),
+    ),
+    "torch's precision of products": (
+        lambda: 3.0 if torch.get_float32_matmul_precision() == "high" else 2.0,
+        lambda value: torch.set_float32_matmul_precision("high" if value == 3.0 else "highest"),
+    ),
+}
+SLOTS, CONFIGURATION = Slots(), Configuration()
+
+
+@row("H2", "H23")
+@pytest.mark.parametrize("kind", ["Function", "function", "module"])
+@pytest.mark.parametrize("name", [*STATE])
+def test_state_of_every_kind_may_change_between_calls(name: str, kind: str):
+    read, write = STATE[name]
+
+    class Scale(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x * read()
+
+        @staticmethod
+        def backward(ctx, grad):
+            return grad * read()
+
+    class Net(nn.Module):
+        def forward(self, x):
+            return Scale.apply(x)
+
+    run = {
+        "Function": jaxfn.from_torch(Scale).apply,
+        "function": jaxfn.from_torch(lambda x: x * read()),
+        "module": jaxfn.from_torch(Net()),
+    }[kind]
+    for value in (2.0, 3.0, 2.0):
+        write(value)
+        np.testing.assert_allclose(run(X), X * value, rtol=1e-6)
+        np.testing.assert_allclose(jax.grad(lambda x: run(x).sum())(X), value)
+
+
+@row("I8")
+@pytest.mark.parametrize("make", [Slots, Configuration, lambda: types.SimpleNamespace(value=2.0)])
+@pytest.mark.parametrize("owner", ["module", "parameter"])
+def test_an_object_of_a_module_or_parameter_may_change_between_calls(make: Any, owner: str):
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(4))
+
+        def forward(self, x):
+            return x * self.weight * (self if owner == "module" else self.weight).settings.value
+
+    module = Net()
+    (module if owner == "module" else module.weight).settings = settings = make()
+    net = jaxfn.from_torch(module)
+    for settings.value in (2.0, 3.0):
+        np.testing.assert_allclose(net(X), X * settings.value, rtol=1e-6)
+
+
 @row("H23")
 def test_an_object_on_ctx_may_change_before_backward():
     class Configured(torch.autograd.Function):
@@ -320,6 +427,55 @@ def test_what_forward_appends_to_a_list_is_seen_after_the_call():
     assert log == [4, 4]
 
 
+class KeepsLog(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, log):
+        ctx.log = log
+        return x * 3
+
+    @staticmethod
+    def backward(ctx, grad):
+        ctx.log.append(len(ctx.log))
+        return grad * len(ctx.log), None
+
+
+@row("L4", "H23")
+@pytest.mark.parametrize("kind", [list, collections.deque])
+def test_a_list_on_ctx_is_that_of_the_call(kind: Any):
+    apply, logs = jaxfn.from_torch(KeepsLog).apply, [kind() for _ in range(3)]
+    for log in logs:  # equal lists, so one trace of forward
+        _, pullback = jax.vjp(lambda x, log=log: apply(x, log), X)
+        log.extend([7] * logs.index(log))
+        for expected in (len(log) + 1, len(log) + 2):
+            np.testing.assert_allclose(pullback(jnp.ones(4))[0], expected)
+    assert [len(log) for log in logs] == [2, 3, 4]
+
+
+@row("L4")
+@pytest.mark.parametrize("kind", [list, collections.deque])
+def test_what_a_function_or_module_appends_to_a_list_is_seen_after_the_call(kind: Any):
+    class Net(nn.Module):
+        def forward(self, x, log):
+            log.append(1)
+            return x * len(log)
+
+    for run in (jaxfn.from_torch(Net()), jaxfn.from_torch(lambda x, log: Net()(x, log))):
+        log = kind()
+        for expected in (1, 2, 3):
+            np.testing.assert_allclose(run(X, log), X * expected)
+        assert len(log) == 3
+
+
+@row("L4")
+def test_a_dict_of_arrays_that_a_function_changes_raises():
+    def run(x, *, tensors):
+        tensors["y"] = x * 2
+        return tensors["y"]
+
+    with pytest.raises(jaxfn.TranslationError, match="run changes argument 'tensors'"):
+        jaxfn.from_torch(run)(X, tensors={"x": X})
+
+
 @row("L4")
 def test_a_native_forward_gets_the_very_list():
     class Logged(jaxfn.Function):
@@ -408,6 +564,25 @@ TYPES = {
 def test_a_traced_tensor_has_the_type_that_torch_gives_it(name: str):
     assert_as_torch(TYPES[name], X)
     assert type.__name__ == "type" and type is int.__class__  # It was restored.
+
+
+@row("H24")
+def test_a_class_that_is_made_in_a_trace_has_none_of_the_patched_type():
+    made: list[Any] = []
+
+    def run(x):
+        class Meta(type):
+            pass
+
+        class Twice(type, metaclass=type):  # noqa: UP050
+            pass
+
+        made.extend([Meta, Twice, dataclasses.make_dataclass("Made", ["x"])])
+        return x * (2 if issubclass(type, type) and isinstance(type, type) and type(type) is type else 3)
+
+    assert_as_torch(run, X)
+    for meta in made:
+        assert type(meta) is type and {*meta.__mro__} <= {meta, type, object}
 
 
 @row("H24")

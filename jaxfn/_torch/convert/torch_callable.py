@@ -16,7 +16,7 @@ from jaxfn._primitives import DeferredError, guard
 from jaxfn._torch._compat import without_functions
 from jaxfn._torch.convert.definition import TorchCode, with_key
 from jaxfn._torch.convert.explain import Conversion, Explanation, Part
-from jaxfn._torch.convert.traced_code import TensorSpec, TracedCode, TraceLookup
+from jaxfn._torch.convert.traced_code import TensorSpec, TracedCode, TraceLookup, requiring_no_change
 from jaxfn._torch.graph.reads import NO_VALUES, Answerer, AssumedValues, Read
 from jaxfn._torch.trace.leaks import checking_leaks
 from jaxfn._torch.trace.scope import trace_scope
@@ -336,7 +336,9 @@ def convert_callable(function: Callable[..., Any], config: TraceConfig) -> Calla
     code = TorchCode(name, config, signature.parameters, name)
 
     def call_function(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        return function(*args, **kwargs)
+        names = [*map(str, range(len(args))), *map(repr, kwargs)]
+        with requiring_no_change(name, lambda i: f"argument {names[i]}", (*args, *kwargs.values())):
+            return function(*args, **kwargs)
 
     torch_callable = TorchCallable(code, call_function)
 

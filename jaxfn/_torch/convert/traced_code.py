@@ -510,22 +510,12 @@ class TracedForward(TracedCode):
         function = self.definition.function
         args, kwargs = unflatten_tensors(self.arguments, inputs, shares_containers=True)
         values = (*args, *kwargs.values())
-        before = [torch_tree.tree_flatten(value) for value in values]
-        if not self.definition.has_setup_context:
-            output = function.forward(ctx, *args, **kwargs)
-        else:
+        with requiring_no_change(f"{self.definition.name}.forward", self.definition.input_name, values):
+            if not self.definition.has_setup_context:
+                return function.forward(ctx, *args, **kwargs)
             output = function.forward(*args, **kwargs)
             function.setup_context(ctx, values, output)
-        for i, (value, (leaves, spec)) in enumerate(zip(values, before, strict=True)):
-            if slots((*self.arguments[0], *self.arguments[1].values())[i]):
-                new_leaves, new_spec = torch_tree.tree_flatten(value)
-                if new_spec != spec or any(x is not y for x, y in zip(new_leaves, leaves, strict=True)):
-                    raise TranslationError(
-                        f"{self.definition.name}.forward changes {self.definition.input_name(i)}, a list or dict that "
-                        "contains arrays. A jaxfn Function receives a copy of it, so its caller would never see the "
-                        "change. Return the new values from forward, and store them after the call"
-                    )
-        return output
+            return output
 
     def slot_values(self, inputs: Sequence[Any], results: Sequence[Any]) -> dict[int, Any]:
         """Returns the value of each slot that is not a constant, from the graph's results."""
@@ -694,6 +684,21 @@ class TracedForward(TracedCode):
         values = [_map_leaves(restore, x) for x in attributes]
         vars(ctx).update(zip(self._attribute_names, values, strict=True))
         return ctx
+
+
+@contextlib.contextmanager
+def requiring_no_change(code: str, name: Callable[[int], str], values: Sequence[Any]) -> Generator[None]:
+    """Raises if the code changes a list or dict with tensors among its arguments; `name` names an argument."""
+    before = [torch_tree.tree_flatten(value) for value in values]
+    yield
+    for i, (value, (leaves, spec)) in enumerate(zip(values, before, strict=True)):
+        new, new_spec = torch_tree.tree_flatten(value)
+        is_same = new_spec == spec and all(map(operator.is_, new, leaves))
+        if not is_same and any(isinstance(x, torch.Tensor) for x in leaves):
+            raise TranslationError(
+                f"{code} changes {name(i)}, a list or dict that contains arrays. It receives a copy on JAX, so its "
+                "caller would never see the change. Return the new values, and store them after the call"
+            )
 
 
 def _map_leaves(function: Callable[[Any], Any], value: Any) -> Any:
