@@ -81,9 +81,9 @@ class Definition(TorchCode):
         return capture_key(*(getattr(self.original, name) for name in names))
 
     @functools.cached_property
-    def backward_reads_data(self) -> bool:
-        """Whether `backward` may read Python values that are not arguments."""
-        return reads_data(self.original.backward, self.original.vjp)
+    def rules_read_data(self) -> bool:
+        """Whether `backward`, `jvp` or `vmap` may read tensors or Python values that are not arguments."""
+        return reads_data(*(getattr(self.original, name) for name in ("backward", "vjp", "jvp", "vmap")))
 
     def _backward(self) -> Callable[..., Any] | None:
         backward, vjp = self.function.backward, self.function.vjp

@@ -115,6 +115,7 @@ def _record(state: TraceState, preview: _Preview) -> Any:
     adapter = adapter_of(converted)
     pinned = adapter.pinned_to(traced)
     state.functions.append(traced)
+    state.recorder.reads_external_values |= traced.reads_external_values
     output_slots = slots(traced.output)
     template = arguments.template  # The graph references the template only, and not the arguments.
     deferred_errors: list[DeferredError] = []

@@ -98,6 +98,8 @@ class TracedCode:
       reads_external_values: Whether the code read values of external tensors, which may change.
       reads_identity: Whether the code, of a nested Function, read the `id` or the hash of a module's tensor.
       differentiates_externals: Whether the code computed gradients of external tensors.
+      differentiates_functions: Whether autograd inside the code differentiated a Function.
+      externals: The external tensors that the code, or a Function inside, reads.
       functions: The Functions that the code applies, each as it was traced there.
       reads: What the code read of the values of traced tensors. The trace is valid for arrays that give equal values.
       skipped: The checks of values that the trace does not make.
@@ -126,12 +128,16 @@ class TracedCode:
         self.reads = state.recorder.reads
         self.skipped = state.recorder.skipped
         self.knows_sizes = state.recorder.answerer.knows_sizes
-        self._differentiates_functions = state.differentiates_functions
+        self.differentiates_functions = state.differentiates_functions or any(
+            x.differentiates_functions for x in self.functions
+        )
         self._was_valid = False
         self.reads_numbers = state.recorder.answerer.reads_numbers
         self.numbers = [entry for number, entry in state.recorder.numbers if entry.line and not number.is_read]
         state.recorder.numbers.clear()
-        translation = TranslatedGraph(self.graph_module, code.config.replacements.operations)
+        externals_inside = [tensor for function in self.functions for tensor in function.externals]
+        translation = TranslatedGraph(self.graph_module, code.config.replacements.operations, externals_inside)
+        self.externals = translation.externals
         self._unsupported = translation.unsupported
         self._constants = translation.constants
         # Outside `jax.jit` the graph is one compiled executable. Inside, its operations are inlined into the caller.
@@ -153,9 +159,17 @@ class TracedCode:
         return list(dict.fromkeys([*self._unsupported, *inside]))
 
     @functools.cached_property
-    def _is_read_by_backward(self) -> bool:
-        """Whether a Function inside may read Python values in its `backward`, which a compiled graph would freeze."""
-        return any(x.definition.backward_reads_data or x._is_read_by_backward for x in self.functions)
+    def _reads_when_differentiated(self) -> bool:
+        """Whether the derivative of a Function inside may read values, which a compiled graph would freeze."""
+        return any(
+            bool(x.reads or x.externals) or x.definition.rules_read_data or x._reads_when_differentiated
+            for x in self.functions
+        )
+
+    def _can_compile(self, arrays: Sequence[Any]) -> bool:
+        """Whether a compiled graph would give the right results for these arrays, also in later calls."""
+        is_differentiated = self.differentiates_functions or any(isinstance(x, Tracer) for x in arrays)
+        return not (is_differentiated and self._reads_when_differentiated)
 
     @property
     def serves_all(self) -> bool:
@@ -180,12 +194,11 @@ class TracedCode:
         """
         self._check_runnable(key)
         with self._naming_errors():
+            can_compile = known is None and self._can_compile(arrays)
             if known is None and (not self._indices or staging_trace() is not None):
-                is_differentiated = any(isinstance(x, Tracer) for x in arrays)
-                if is_differentiated and staging_trace() is None and self._is_read_by_backward:
-                    return self._run_by_operations(arrays, key, self._constants())[: self._num_results]
-                return self._run(arrays, key, self._constants())[: self._num_results]
-            run = self._run_compiled_with_checks if known is None else self._run_with_checks
+                run = self._run if can_compile else self._run_by_operations
+                return run(arrays, key, self._constants())[: self._num_results]
+            run = self._run_compiled_with_checks if can_compile else self._run_with_checks
             results, _, extremes = run(arrays, key, self._constants(), known)
             self._check_indices(extremes)
             return results
@@ -193,7 +206,8 @@ class TracedCode:
     def compute_reads(self, arrays: Sequence[Any], key: Any) -> list[Any]:
         """Returns what the reads give for these arrays."""
         inputs = arrays[: len(self._graph.inputs)]
-        return self._run(inputs, key, self._constants())[self._num_results :]
+        run = self._run if self._can_compile(inputs) else self._run_by_operations
+        return run(inputs, key, self._constants())[self._num_results :]
 
     def run_if_valid(
         self, arrays: Sequence[Any], key: Any, known: Sequence[np.ndarray[Any, Any]]
@@ -205,9 +219,7 @@ class TracedCode:
         """
         self._check_runnable(key)
         with self._naming_errors():
-            is_differentiated = self._differentiates_functions or any(isinstance(x, Tracer) for x in arrays)
-            # In a compiled graph, a Function inside that reads values cannot be differentiated.
-            if self._was_valid and not (is_differentiated and any(f.reads for f in self.functions)):
+            if self._was_valid and self._can_compile(arrays):
                 results, read, extremes = self._run_compiled_with_checks(arrays, key, self._constants())
                 answers = first_answers(read, self.reads)
                 if not self.begins_with(answers):

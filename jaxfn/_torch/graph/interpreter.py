@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from functools import partial, reduce
+import threading
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import cached_property, partial, reduce
 from itertools import groupby
 from typing import Any, NamedTuple, cast
 
@@ -36,7 +37,7 @@ from jaxfn._torch.graph.numbers import to_operand
 from jaxfn._torch.graph.source_lines import Line
 from jaxfn._torch.graph.targets import JaxCall, OperationMap, key_by_name, operation_name
 from jaxfn._torch.operations import TABLE, Operation, entry_name, half_to_single, is_half, unsupported_reason
-from jaxfn._torch.values.arrays import jax_dtype, to_jax
+from jaxfn._torch.values.arrays import jax_dtype, to_numpy
 from jaxfn._torch.values.errors import TranslationError
 
 # Keyword arguments that only concern a tensor's device, storage and autograd.
@@ -66,13 +67,17 @@ class TranslatedGraph:
       graph_module: The graph from `Recorder.finish`: functional ATen operations, with results and source lines in the
         nodes' meta. Its output needs all of them.
       ops: JAX functions that replace torch operations.
+      externals_inside: The external tensors that Functions inside read.
 
     Attributes:
       unsupported: The operations that have no translation, in order, each with the line that called it.
       indices: The tensors that index another tensor, with their ranges.
+      externals: The external tensors that the graph, or a Function inside, reads. They may get new values.
     """
 
-    def __init__(self, graph_module: GraphModule, ops: OperationMap | None = None) -> None:
+    def __init__(
+        self, graph_module: GraphModule, ops: OperationMap | None = None, externals_inside: Sequence[torch.Tensor] = ()
+    ) -> None:
         replacements = key_by_name(ops)
         self._graph_module = graph_module
         calls: list[_ImplementedStep] = []
@@ -82,8 +87,11 @@ class TranslatedGraph:
         self._make_segments = _make_segments(calls)
         self._output = calls[-1].step
         self.indices = [indices for call in calls for indices in _indices_of(call)]
-        self._constants = [call.step.node for call in calls if call.step.node.op == "get_attr"]
-        limits = {node: _magnitude(graph_module, node) for node in self._constants}
+        constants = [call.step.node for call in calls if call.step.node.op == "get_attr"]
+        self._constants = sorted(constants, key=lambda node: node.meta["is_external"])  # Local ones come first.
+        tensors = [getattr(graph_module, str(x.target)) for x in self._constants if x.meta["is_external"]]
+        self.externals = [*{id(x): x for x in (*tensors, *externals_inside)}.values()]
+        limits = {node: _magnitude(getattr(graph_module, str(node.target))) for node in self._constants}
         magnitudes = {node: limit for node, limit in limits.items() if limit is not None}
         sequence = [call.step for call in calls]
         self._with_large_integers = {step.node for step in sequence if step.has_large_integers}
@@ -92,9 +100,22 @@ class TranslatedGraph:
         missing = (call.operation for call in calls if isinstance(call.operation, Unsupported))
         self.unsupported: list[Unsupported] = list(dict.fromkeys(missing))
 
+    @cached_property
+    def _local_constants(self) -> list[Any]:
+        """The values of the tensors that the code created itself, which no later call changes."""
+        nodes = [node for node in self._constants if not node.meta["is_external"]]
+        # Of no trace, and of no mesh: `jnp.asarray` would place them on the mesh that is set here (JAX 0.12).
+        with jax.ensure_compile_time_eval():
+            return [_constant(getattr(self._graph_module, str(node.target)), jax.device_put) for node in nodes]
+
     def constants(self) -> list[Any]:
-        """Returns the current values of the tensors that are not inputs; those of external tensors may change."""
-        return [_constant(self._graph_module, node) for node in self._constants]
+        """Returns the values of the tensors that are not inputs: local ones, then the current ones of `externals`.
+
+        In a Function that another graph applies, these are the ones that the other graph got.
+        """
+        passed = _PASSED.values
+        externals = [passed[id(x)] if id(x) in passed else _constant(x) for x in self.externals]
+        return [*self._local_constants, *externals]
 
     def run(
         self,
@@ -134,19 +155,21 @@ class TranslatedGraph:
     ) -> dict[Node, Any]:
         """Returns the values of all nodes, from those that are known; see `run`."""
         constants = self.constants() if constants is None else constants
-        values: dict[Node, Any] = {**known, **dict(zip(self._constants, constants, strict=True))}
+        # Behind the constants of this graph are those of the Functions inside.
+        values: dict[Node, Any] = {**known, **dict(zip(self._constants, constants, strict=False))}
         remaining = iter(inputs)
-        for segment in self._make_segments:
-            if segment.is_recomputed:
-                recomputed = jax.checkpoint(partial(self._evaluate_segment, segment, values, key))
-                values |= zip(segment.results, recomputed(), strict=True)
-                continue
-            for call in segment.calls:
-                node = call.step.node
-                if node.op == "placeholder":
-                    values[node] = _cast_as_recorded(next(remaining), node)
-                elif node.op == "call_function" and node not in values:
-                    values[node] = self._evaluate(call, values, key)
+        with _PASSED.passing(self.externals, constants[len(self._local_constants) :]):
+            for segment in self._make_segments:
+                if segment.is_recomputed:
+                    recomputed = jax.checkpoint(partial(self._evaluate_segment, segment, values, key))
+                    values |= zip(segment.results, recomputed(), strict=True)
+                    continue
+                for call in segment.calls:
+                    node = call.step.node
+                    if node.op == "placeholder":
+                        values[node] = _cast_as_recorded(next(remaining), node)
+                    elif node.op == "call_function" and node not in values:
+                        values[node] = self._evaluate(call, values, key)
         return values
 
     def _evaluate_segment(self, segment: _Segment, values_before: Mapping[Node, Any], key: Any) -> list[Any]:
@@ -208,6 +231,23 @@ class TranslatedGraph:
                     "jax.config.update('jax_enable_x64', True) JAX's integers have 32"
                 )
         return saturate_to_int32(arguments)
+
+
+class _PassedExternals(threading.local):
+    """The values of external tensors, by identity, in the graph that a thread evaluates, for Functions inside."""
+
+    values: Mapping[int, Any] = {}
+
+    @contextmanager
+    def passing(self, tensors: Sequence[torch.Tensor], values: Sequence[Any]) -> Generator[None]:
+        before, self.values = self.values, dict(zip(map(id, tensors), values, strict=True))
+        try:
+            yield
+        finally:
+            self.values = before
+
+
+_PASSED = _PassedExternals()
 
 
 # The position of the argument that contains indices.
@@ -458,18 +498,14 @@ def _line(node: Node) -> str:
     return f", called at {line}," if line else ""
 
 
-def _constant(graph_module: GraphModule, node: Node) -> Any:
-    value: torch.Tensor = getattr(graph_module, str(node.target))
-    limit = _magnitude(graph_module, node)
-    if limit is not None and limit > LARGEST and _is_x64_off():
-        with jax.enable_x64(True):
-            return to_jax(value)
-    return to_jax(value)
+def _constant(value: torch.Tensor, convert: Callable[[Any], jax.Array] = jnp.asarray) -> jax.Array:
+    limit = _magnitude(value)
+    with jax.enable_x64(True) if limit is not None and limit > LARGEST and _is_x64_off() else nullcontext():
+        return convert(to_numpy(value).astype(jax_dtype(value.dtype), copy=False))
 
 
-def _magnitude(graph_module: GraphModule, node: Node) -> int | None:
+def _magnitude(value: torch.Tensor) -> int | None:
     """Returns the largest magnitude in an int64 constant; `None` for other constants."""
-    value: torch.Tensor = getattr(graph_module, str(node.target))
     if value.dtype != torch.int64 or not value.numel():
         return None
     with plain_torch():

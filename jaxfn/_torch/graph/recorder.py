@@ -356,7 +356,9 @@ class Recorder(TorchDispatchMode):
         name = f"constant_{len(self.constants)}"
         with plain_torch():
             self.constants[name] = tensor.detach() if id(tensor) in self._local else tensor
-        return self.node(self._bind_node(tensor, self.graph.get_attr(name)))
+        node = self.graph.get_attr(name)
+        node.meta["is_external"] = not self.is_constant(tensor)
+        return self.node(self._bind_node(tensor, node))
 
     def _check_not_external(self, tensor: torch.Tensor) -> None:
         """Raises if the code reaches a tensor that is a graph input, or a result of one, through another object."""
@@ -710,12 +712,12 @@ class Recorder(TorchDispatchMode):
         depends_on_external = any(id(x) in self._depend_on_external or id(x) not in self._local for x in operands)
         if func._schema.is_mutable and any(map(self._is_external, mutated_arguments(func, args, kwargs))):
             raise TranslationError(f"{self.name}: {func} {MUTATES_EXTERNAL}{source_line()}")
-        if depends_on_external and (func is aten._local_scalar_dense.default or _has_dynamic_shape(func)):
-            self.reads_external_values = True
         for operand in operands:
             self._stash_gradient(operand)
         value = func(*args, **kwargs)
         parts = tensors_in(value)
+        is_large = any(part.numel() > _LARGE for part in parts)
+        can_record = entry_name(str(func)) is not None and not _has_dynamic_shape(func)
         external_storages = {storage_id(x) for x in operands if self._is_external(x)}
         for part in parts:
             if storage_id(part) in external_storages:
@@ -723,14 +725,11 @@ class Recorder(TorchDispatchMode):
             self.add_local_constant(part)
             if depends_on_external:
                 self._depend_on_external.add(id(part))
-        is_large = any(part.numel() > _LARGE for part in parts)
-        if (
-            (depends_on_external or (is_large and not operands))
-            and entry_name(str(func))
-            and not _has_dynamic_shape(func)
-        ):
-            # An external tensor may get new values, so what depends on it is computed in every call.
+        # An external tensor may get new values, so what depends on it is computed in every call.
+        if can_record and (depends_on_external or (is_large and not operands)):
             self._record(func, (args, kwargs), value)
+        elif depends_on_external and not all(id(part) in self._external_views for part in parts or operands):
+            self.reads_external_values = True
         return value
 
     def _make_filled_constant(self, like: torch.Tensor, value: Any) -> torch.Tensor:

@@ -135,11 +135,12 @@ def capture_key(*functions: Any) -> Hashable | None:
 
 
 def reads_data(*functions: Any) -> bool:
-    """Whether functions and classes may read Python values that are neither code nor arguments."""
+    """Whether functions and classes may read tensors, or Python values that are neither code nor arguments."""
     try:
-        return _StateKey(functions, has_tensors=True).has_data
+        key = _StateKey(functions, has_tensors=True)
     except TypeError:
         return True
+    return key.has_data or key.found_tensors
 
 
 class _StateKey:
@@ -154,10 +155,12 @@ class _StateKey:
     Attributes:
       parts: The key, in the order in which it is found.
       has_data: Whether there are values which are neither code nor default arguments.
+      found_tensors: Whether there are tensors.
     """
 
     def __init__(self, values: Iterable[Any], has_tensors: bool = False) -> None:
         self.has_data = False
+        self.found_tensors = False
         self._has_tensors = has_tensors
         self._indices: dict[int, tuple[int, object]] = {}  # By identity; the object is referenced, so it is unique.
         self._functions: list[types.FunctionType] = []
@@ -200,6 +203,7 @@ class _StateKey:
     def _key(self, value: Any) -> Hashable:
         kind = type(value)
         if isinstance(value, torch.Tensor) and self._has_tensors:
+            self.found_tensors = True
             return _tensor_key(value), vars(value) and self._key(vars(value))
         if _is_constant(value) or isinstance(value, _CONSTANT_TYPES):
             return IdentityKey(value)
