@@ -204,7 +204,7 @@ class _StateKey:
         kind = type(value)
         if isinstance(value, torch.Tensor) and self._has_tensors:
             self.found_tensors = True
-            return _tensor_key(value), vars(value) and self._key(vars(value))
+            return _tensor_key(value), self._key(vars(value)) if vars(value) else None
         if _is_constant(value) or isinstance(value, _CONSTANT_TYPES):
             return IdentityKey(value)
         if isinstance(value, _BY_VALUE):
