@@ -130,7 +130,8 @@ def _record(state: TraceState, preview: _Preview) -> Any:
     specs = [traced.specs[slot] for slot in output_slots]
     marked = [i for i, slot in enumerate(output_slots) if slot in traced.non_differentiable]
     shapes = [(x.shape, x.dtype) for x in specs]
-    node = JaxFunctionNode(state, apply_to_arrays, adapter.definition.name, shapes, marked)
+    python_state = functools.partial(adapter.definition.python_state, "backward")
+    node = JaxFunctionNode(state, apply_to_arrays, adapter.definition.name, shapes, marked, python_state)
     mutated = {*traced.dirty, *traced.mutated}
     _check_aliased_arguments(state, adapter.definition.name, arguments.leaves, mutated)
     # Copies, since autograd inside the code differentiates the call at the values before the mutation.

@@ -728,7 +728,7 @@ class Recorder(TorchDispatchMode):
         # An external tensor may get new values, so what depends on it is computed in every call.
         if can_record and (depends_on_external or (is_large and not operands)):
             self._record(func, (args, kwargs), value)
-        elif depends_on_external and not all(id(part) in self._external_views for part in parts or operands):
+        elif depends_on_external and not (parts and all(id(part) in self._external_views for part in parts)):
             self.reads_external_values = True
         return value
 

@@ -6,7 +6,7 @@ functions replace.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -17,6 +17,7 @@ import torch
 from jaxfn._torch._compat import original_apply
 from jaxfn._torch.graph.targets import JaxCall
 from jaxfn._torch.trace.state import TraceState
+from jaxfn._torch.values.errors import TranslationError
 from jaxfn._torch.values.flatten import flatten_tensors, unflatten_tensors
 from jaxfn._torch.values.trace_cache import torch_settings
 from jaxfn._tree import is_array_leaf
@@ -33,6 +34,7 @@ class JaxFunctionNode:
       name: The node's name in the graph.
       outputs: The shape and dtype of each output.
       non_differentiable: The indices of the outputs that have no derivative, whatever their dtype.
+      python_state: Returns a key of the Python state that the derivative reads; `None` if there is none.
     """
 
     def __init__(
@@ -42,12 +44,14 @@ class JaxFunctionNode:
         name: str,
         outputs: Sequence[tuple[Sequence[int], torch.dtype]],
         non_differentiable: Sequence[int] = (),
+        python_state: Callable[[], Hashable | None] = tuple,
     ) -> None:
         self.state = state
         self.function = function
         self.name = name
         self.outputs = outputs
         self.non_differentiable = non_differentiable
+        self.python_state = python_state
 
     def __call__(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """Records the call."""
@@ -62,8 +66,9 @@ class JaxFunctionNode:
         """Returns the derivative: a function of these tensors and of the gradients of these outputs."""
         self.state.differentiates_functions = True
         inputs = [i for i, x in enumerate(tensors) if _is_differentiable(x.dtype)]
-        num_tensors, function = len(tensors), self.function  # The graph references these only, and not `self`.
-        settings = torch_settings()
+        # The graph references these only, and not `self`.
+        num_tensors, function, name, python_state = len(tensors), self.function, self.name, self.python_state
+        settings, state = torch_settings(), python_state()
 
         def gradients(*operands: Any) -> Sequence[Any]:
             arrays, cotangents = operands[:num_tensors], operands[num_tensors:]
@@ -75,13 +80,19 @@ class JaxFunctionNode:
                 results = function(*filled)
                 return [results[i] for i in outputs]
 
+            if state is None or python_state() != state:
+                raise TranslationError(
+                    f"autograd inside the code differentiates {name}, whose backward reads Python state (a global, an "
+                    "attribute, a closure). It is traced after the code has ended, and that state has changed since, or "
+                    "is not compared by value. Pass the value as an argument of apply, and store it on ctx"
+                )
             _, pullback = jax.vjp(apply_to_inputs, *(arrays[i] for i in inputs))
             with settings.restored():
                 # torch's gradients of complex numbers are the conjugates of JAX's.
                 return [jnp.conj(g) for g in pullback([jnp.conj(ct) for ct in cotangents])]
 
         shapes = [(tuple(tensors[i].shape), tensors[i].dtype) for i in inputs]
-        return JaxFunctionNode(self.state, gradients, f"{self.name}_backward", shapes)
+        return JaxFunctionNode(self.state, gradients, f"{name}_backward", shapes, (), python_state)
 
 
 class NodeAutograd(torch.autograd.Function):
