@@ -80,11 +80,11 @@ class JaxFunctionNode:
                 results = function(*filled)
                 return [results[i] for i in outputs]
 
-            if state is None or python_state() != state:
+            if state is not None and python_state() != state:
                 raise TranslationError(
                     f"autograd inside the code differentiates {name}, whose backward reads Python state (a global, an "
-                    "attribute, a closure). It is traced after the code has ended, and that state has changed since, or "
-                    "is not compared by value. Pass the value as an argument of apply, and store it on ctx"
+                    "attribute, a closure). It is traced after the code has ended, and that state has changed since. "
+                    "Pass the value as an argument of apply, and store it on ctx"
                 )
             _, pullback = jax.vjp(apply_to_inputs, *(arrays[i] for i in inputs))
             with settings.restored():
