@@ -28,7 +28,7 @@ _MAX_AXES = 6
 _MAX_ANCESTORS = 4
 
 
-class _Value(NamedTuple):
+class _PortValue(NamedTuple):
     """A value with the eqn that computes it; `None` for arguments and constants."""
 
     array: Array
@@ -63,11 +63,11 @@ class Values:
     def __init__(self, rtol: float) -> None:
         self.rtol = rtol
         self.randomized: list[tuple[Array, Array]] = []
-        self._named: dict[str, list[_Value]] = {}
+        self._named: dict[str, list[_PortValue]] = {}
         self._stopped: list[tuple[Any, Array]] = []  # variables with their values
         self._used: set[int] = set()  # ids of variables that something else than `stop_gradient` uses
         self._origins: dict[int, _ValueOrigin] = {}  # by the id of a value
-        self._by_size: dict[int, list[_Value]] = {}
+        self._by_size: dict[int, list[_PortValue]] = {}
         self._moments: dict[int, Array] = {}
 
     def evaluate(self, jaxpr: Any, consts: Sequence[Any], arguments: Sequence[Any]) -> list[Any]:
@@ -81,7 +81,7 @@ class Values:
     def _add(self, value: Any, eqn: Any) -> None:
         if not is_key(value) and is_inexact(value.dtype) and np.size(value):
             array = np.asarray(value)
-            self._by_size.setdefault(array.size, []).append(_Value(array, eqn))
+            self._by_size.setdefault(array.size, []).append(_PortValue(array, eqn))
 
     def _visit(self, eqn: Any, operands: Sequence[Any], results: Sequence[Any]) -> None:
         if eqn.primitive is jax.lax.stop_gradient_p:
@@ -89,7 +89,7 @@ class Values:
         else:
             self._used.update(map(id, eqn.invars))
         if eqn.primitive is name_p:
-            self._named.setdefault(eqn.params["name"], []).append(_Value(np.asarray(operands[0]), eqn))
+            self._named.setdefault(eqn.params["name"], []).append(_PortValue(np.asarray(operands[0]), eqn))
         origins = [self._origins[id(x)] for x in operands if id(x) in self._origins]
         others = [origin.value for origin in origins if not origin.is_random]
         if len(others) == 1 and len(origins) > 1:
@@ -133,7 +133,7 @@ class Values:
                 return _described(value.eqn, axes)
         return ""
 
-    def _with_moments_of(self, target: Array) -> list[_Value]:
+    def _with_moments_of(self, target: Array) -> list[_PortValue]:
         """Returns values with the moments of an array, which do not depend on the order of its numbers."""
         values = self._by_size.get(target.size, [])
         if values and target.size not in self._moments:

@@ -48,7 +48,7 @@ def is_same(a: object, b: object) -> bool:
 
 
 class _Type:
-    """Is `type` to code, except that it returns the apparent type of a traced tensor. No class is made of it."""
+    """Is `type` to code, except that it returns the apparent type of a traced tensor. No class derives from it."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         found = _REAL_TYPE(*args, **kwargs)
