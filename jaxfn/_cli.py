@@ -162,14 +162,14 @@ def _check(options: Any) -> int:
 
 
 def _parity(options: Any) -> int:
+    if options.has_buffers and not options.load:
+        raise _UsageError("--has-buffers needs --load")
     function = _callable(options.function)
     if Path(options.reference).is_file():
         reference, inputs = options.reference, None
     else:
         reference, inputs = _callable(options.reference), _inputs(options)
     load = _callable(options.load) if options.load else None
-    if options.has_buffers and load is None:
-        raise _UsageError("--has-buffers needs --load")
     report = jaxfn.paritycheck(
         function, reference, inputs, load=load, has_buffers=options.has_buffers, raise_exception=False
     )
