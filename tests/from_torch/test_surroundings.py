@@ -567,7 +567,7 @@ def test_a_traced_tensor_has_the_type_that_torch_gives_it(name: str):
 
 
 @row("H24")
-def test_a_class_that_is_made_in_a_trace_has_none_of_the_patched_type():
+def test_a_class_created_in_a_trace_has_none_of_the_patched_type():
     made: list[Any] = []
 
     def run(x):
