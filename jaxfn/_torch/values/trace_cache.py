@@ -260,7 +260,6 @@ class _StateKey:
 
 _CONSTANT_TYPES = (
     torch.jit.ScriptFunction,
-    torch.library.Library,
     logging.Logger,
     *OPERATION_TYPES,
     types.MethodDescriptorType,
