@@ -103,7 +103,7 @@ class InnerBackward:
       state: Returns a key of the Python state that `backward` reads; `None` if there is none.
 
     Attributes:
-      rules: The traces that were made there, by their arguments.
+      rules: The traces from there, by their arguments.
       is_there: Whether the code has not gone on.
     """
 
