@@ -136,6 +136,78 @@ def test_autograd_inside_runs_backward_in_its_own_settings():
     np.testing.assert_allclose(jax.jit(converted)(X), expected, rtol=1e-2)
 
 
+# --- A tensor outside that a Function inside reads.
+
+OUTSIDE = torch.ones(2, 2)
+READS_OUTSIDE = {
+    "values": lambda: OUTSIDE[0, 0],
+    "a number": lambda: float(OUTSIDE[0, 0]),
+    "a branch": lambda: 2 if OUTSIDE[0, 0] > 2 else 3,
+    "values by an operation without a translation": lambda: torch.linalg.ldl_factor(OUTSIDE[:1, :1])[0][0, 0],
+}
+
+
+def with_a_gradient_inside(apply):
+    def run(x):
+        with torch.enable_grad():
+            y = x.detach().requires_grad_()
+            return x * torch.autograd.grad(apply(y).sum(), y)[0]
+
+    return run
+
+
+def in_a_function(run):
+    class Outer(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            ctx.save_for_backward(x)
+            return run(x) * (2 if x.sum() > 0 else 3)
+
+        @staticmethod
+        def backward(ctx, grad):
+            return grad * run(ctx.saved_tensors[0])
+
+    return Outer
+
+
+SURROUNDINGS = {
+    "alone": lambda apply: apply,
+    "with an index": lambda apply: lambda x: apply(x)[torch.tensor([2, 0])],
+    "with a gradient": with_a_gradient_inside,
+    "in a Function that reads values": in_a_function,
+    "with a gradient, in a Function that reads values": lambda apply: in_a_function(with_a_gradient_inside(apply)),
+}
+
+
+@row("H2", "H23")
+@pytest.mark.parametrize("surroundings", [*SURROUNDINGS])
+@pytest.mark.parametrize("read", [*READS_OUTSIDE])
+def test_a_function_inside_sees_new_values_of_a_tensor_outside(read: str, surroundings: str):
+    class Scale(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            ctx.save_for_backward(x)
+            return x * x * READS_OUTSIDE[read]()
+
+        @staticmethod
+        def backward(ctx, grad):
+            return 2 * grad * ctx.saved_tensors[0] * READS_OUTSIDE[read]()
+
+    code = SURROUNDINGS[surroundings](lambda x: Scale.apply(x))
+    run, converted = (getattr(x, "apply", x) for x in (code, jaxfn.from_torch(code)))
+    for value in (2.0, 3.0, 2.0, 5.0):
+        OUTSIDE.fill_(value)
+        x = torch.tensor(X, requires_grad=True)
+        expected = run(x)
+        np.testing.assert_allclose(converted(X), numbers(expected), rtol=1e-5)
+        found, pullback = jax.vjp(converted, jnp.asarray(X))
+        np.testing.assert_allclose(found, numbers(expected), rtol=1e-5)
+        OUTSIDE.fill_(value + 1)  # backward runs later
+        np.testing.assert_allclose(
+            pullback(jnp.ones_like(found))[0], torch.autograd.grad(expected.sum(), x)[0], rtol=1e-5
+        )
+
+
 # --- Python state.
 
 FLAGS = {"quantize": True, "scale": 1.0}
@@ -365,6 +437,59 @@ def test_forward_mode_belongs_to_the_call():
             return Pushes.apply(x)
 
     assert jax.jvp(jaxfn.from_torch(run), (1.0,), (1.0,))[1] == 2
+
+
+class ByStateLater(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, config):
+        ctx.config = config
+        return x * 1
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad * FLAGS["scale"] * ctx.config.factor, None
+
+
+@row("H23")
+@pytest.mark.parametrize("make", [types.SimpleNamespace, nn.Module], ids=["compared", "not compared"])
+def test_autograd_inside_runs_backward_in_the_state_there(make: Any):
+    def run(x):
+        config = make()
+        x, config.factor = x * 1, 2.0
+        y = ByStateLater.apply(x, config)
+        with flags(scale=3.0):
+            (first,) = torch.autograd.grad(y.sum(), x, retain_graph=True)
+            config.factor = 5.0
+            (second,) = torch.autograd.grad(y.sum(), x, retain_graph=True)
+        (third,) = torch.autograd.grad(y.sum(), x)
+        config.factor = 7.0
+        return x * (first + 10 * second + 100 * third)
+
+    assert_as_torch(run, X)
+
+
+@row("H23")
+def test_autograd_inside_raises_if_backward_needs_values_and_the_state_has_changed():
+    class Branches(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x * 1
+
+        @staticmethod
+        def backward(ctx, grad):
+            return grad * FLAGS["scale"] if grad.sum() > 0 else grad
+
+    class Outer(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x, scale):
+            with torch.enable_grad(), flags(scale=scale):
+                y = x.detach().requires_grad_()
+                return torch.autograd.grad(Branches.apply(y).sum(), y)[0]
+
+    apply = jaxfn.from_torch(Outer).apply
+    np.testing.assert_array_equal(apply(X, 1.0), 1)
+    with pytest.raises(jaxfn.TranslationError, match="Branches.backward, which needs values, .* argument of apply"):
+        apply(X, 2.0)
 
 
 @row("H23")

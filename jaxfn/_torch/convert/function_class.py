@@ -23,6 +23,7 @@ from jaxfn._torch.convert.definition import Definition
 from jaxfn._torch.convert.explain import Conversion, Explanation, Part
 from jaxfn._torch.convert.traced_code import TensorSpec, TracedForward, TracedRule, TracedVmap, TraceLookup, tensor_spec
 from jaxfn._torch.graph.reads import Answerer, are_concrete
+from jaxfn._torch.trace.jax_function_node import ACTIVE_BACKWARD, inside_backward
 from jaxfn._torch.trace.state import TraceConfig
 from jaxfn._torch.values.arrays import jax_dtype, torch_dtype
 from jaxfn._torch.values.errors import DataDependentError, EscapedTensorError, TranslationError
@@ -34,7 +35,7 @@ from jaxfn._torch.values.flatten import (
     slots,
     unflatten_tensors,
 )
-from jaxfn._torch.values.trace_cache import LRUCache
+from jaxfn._torch.values.trace_cache import LRUCache, static_key
 from jaxfn._traces import is_ref
 from jaxfn._tree import as_array, is_array_leaf, is_none
 
@@ -215,7 +216,7 @@ class FunctionAdapter:
         lookup = traced.rule_lookup("backward", template, specs, flags, ctx.containers.items)
         key = None if ctx.key is None else jax.random.fold_in(ctx.key, _BACKWARD_KEY_DATA)
         arrays = [*ctx.saved_tensors, *arrays]
-        rule, results = lookup._replace(warn=self._warn_once).run(arrays, key)
+        rule, results = _run_backward(lookup._replace(warn=self._warn_once), arrays, key)
         error = rule.second_derivative_error
         if error is not None:
             results = guard(list(results), arrays, error)
@@ -356,6 +357,24 @@ class FunctionAdapter:
         if message not in self._warned:
             self._warned.add(message)
             warnings.warn(message, stacklevel=2)
+
+
+def _run_backward(lookup: TraceLookup[TracedRule], arrays: Sequence[Any], key: Any) -> tuple[TracedRule, Any]:
+    """Returns the trace of `backward` and its results; the trace of the call, if autograd inside the code calls it."""
+    call = ACTIVE_BACKWARD.call
+    if call is None:
+        return lookup.run(arrays, key)
+    _, gradients, _ = lookup.template
+    arguments = lookup.cache, static_key(gradients), tuple(lookup.specs), lookup.needs_input_grad
+    with inside_backward(None):
+        rule = call.rules.get(arguments)
+        if rule is not None:
+            return rule, rule.run_graph(arrays, key)
+        call.check_state()
+        rule, results = (lookup._replace(warn=_do_not_warn) if call.is_there else lookup).run(arrays, key)
+    if call.is_there and rule.serves_all:
+        call.rules[arguments] = rule
+    return rule, results
 
 
 def mutation_message(name: str) -> str:

@@ -18,8 +18,7 @@ from jaxfn._torch.graph.source_lines import source_line
 from jaxfn._torch.trace.detach import link_storage
 from jaxfn._torch.trace.jax_function_node import JaxFunctionNode, draw_key, wrap_key
 from jaxfn._torch.trace.leaks import may_overlap
-from jaxfn._torch.trace.scope import outside_trace
-from jaxfn._torch.trace.state import ModuleTensors, NestedApply, TraceState
+from jaxfn._torch.trace.state import ModuleTensors, NestedApply, TraceState, outside_trace
 from jaxfn._torch.values.arrays import torch_dtype
 from jaxfn._torch.values.errors import DataDependentError, EscapedTensorError, TranslationError
 from jaxfn._torch.values.flatten import FlatTensors, flatten_tensors, slots, unflatten_tensors
@@ -130,8 +129,7 @@ def _record(state: TraceState, preview: _Preview) -> Any:
     specs = [traced.specs[slot] for slot in output_slots]
     marked = [i for i, slot in enumerate(output_slots) if slot in traced.non_differentiable]
     shapes = [(x.shape, x.dtype) for x in specs]
-    python_state = functools.partial(adapter.definition.python_state, "backward")
-    node = JaxFunctionNode(state, apply_to_arrays, adapter.definition.name, shapes, marked, python_state)
+    node = JaxFunctionNode(state, apply_to_arrays, adapter.definition.name, shapes, marked, traced.backward_state)
     mutated = {*traced.dirty, *traced.mutated}
     _check_aliased_arguments(state, adapter.definition.name, arguments.leaves, mutated)
     # Copies, since autograd inside the code differentiates the call at the values before the mutation.

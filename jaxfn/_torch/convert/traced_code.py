@@ -38,8 +38,8 @@ from jaxfn._torch.graph.reads import (
 from jaxfn._torch.graph.source_lines import format_line
 from jaxfn._torch.graph.targets import draws_random_numbers
 from jaxfn._torch.trace.leaks import checking_leaks, may_overlap
-from jaxfn._torch.trace.scope import outside_trace, trace_scope
-from jaxfn._torch.trace.state import ACTIVE, OwnTensor, TraceState, own_tensor
+from jaxfn._torch.trace.scope import trace_scope
+from jaxfn._torch.trace.state import ACTIVE, OwnTensor, TraceState, outside_trace, own_tensor
 from jaxfn._torch.values.arrays import jax_dtype, torch_dtype
 from jaxfn._torch.values.errors import DataDependentError, EscapedNumberError, SelectionError, TranslationError
 from jaxfn._torch.values.flatten import (
@@ -581,6 +581,15 @@ class TracedForward(TracedCode):
         state = functools.partial(self.definition.python_state, method)
         template = method, arguments, attributes  # Those may be objects that have changed since the call.
         return TraceLookup(name, self._rules, template, specs, trace, needs_input_grad, state=state)
+
+    def backward_state(self) -> Hashable | None:
+        """Returns a key of the Python state and the objects on ctx that `backward` reads; `None` if there is none."""
+        try:
+            attributes = static_key(self._attributes)
+        except TypeError:
+            return None
+        state = self.definition.python_state("backward")
+        return None if state is None else (state, attributes)
 
     @property
     def is_in_own_backward(self) -> bool:

@@ -104,7 +104,7 @@ class TranslatedGraph:
     def _local_constants(self) -> list[Any]:
         """The values of the tensors that the code created itself, which no later call changes."""
         nodes = [node for node in self._constants if not node.meta["is_external"]]
-        # Of no trace, and of no mesh: `jnp.asarray` would put them on the mesh that is set here (JAX 0.12).
+        # Outside traces and meshes: `jnp.asarray` would commit them to the mesh that is set here (JAX 0.12).
         with jax.ensure_compile_time_eval():
             return [_constant(getattr(self._graph_module, str(node.target)), jax.device_put) for node in nodes]
 

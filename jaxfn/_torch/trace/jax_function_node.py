@@ -6,7 +6,9 @@ functions replace.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping, Sequence
+import contextlib
+import threading
+from collections.abc import Callable, Generator, Hashable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -16,7 +18,8 @@ import torch
 
 from jaxfn._torch._compat import original_apply
 from jaxfn._torch.graph.targets import JaxCall
-from jaxfn._torch.trace.state import TraceState
+from jaxfn._torch.trace.state import TraceState, outside_trace
+from jaxfn._torch.values.arrays import jax_dtype
 from jaxfn._torch.values.errors import TranslationError
 from jaxfn._torch.values.flatten import flatten_tensors, unflatten_tensors
 from jaxfn._torch.values.trace_cache import torch_settings
@@ -34,7 +37,7 @@ class JaxFunctionNode:
       name: The node's name in the graph.
       outputs: The shape and dtype of each output.
       non_differentiable: The indices of the outputs that have no derivative, whatever their dtype.
-      python_state: Returns a key of the Python state that the derivative reads; `None` if there is none.
+      derivative_state: Returns a key of the Python state that the derivative reads; `None` if there is none.
     """
 
     def __init__(
@@ -44,14 +47,14 @@ class JaxFunctionNode:
         name: str,
         outputs: Sequence[tuple[Sequence[int], torch.dtype]],
         non_differentiable: Sequence[int] = (),
-        python_state: Callable[[], Hashable | None] = tuple,
+        derivative_state: Callable[[], Hashable | None] = tuple,
     ) -> None:
         self.state = state
         self.function = function
         self.name = name
         self.outputs = outputs
         self.non_differentiable = non_differentiable
-        self.python_state = python_state
+        self.derivative_state = derivative_state
 
     def __call__(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """Records the call."""
@@ -67,8 +70,8 @@ class JaxFunctionNode:
         self.state.differentiates_functions = True
         inputs = [i for i, x in enumerate(tensors) if _is_differentiable(x.dtype)]
         # The graph references these only, and not `self`.
-        num_tensors, function, name, python_state = len(tensors), self.function, self.name, self.python_state
-        settings, state = torch_settings(), python_state()
+        num_tensors, function, name, derivative_state = len(tensors), self.function, self.name, self.derivative_state
+        settings, call = torch_settings(), InnerBackward(name, derivative_state)
 
         def gradients(*operands: Any) -> Sequence[Any]:
             arrays, cotangents = operands[:num_tensors], operands[num_tensors:]
@@ -80,19 +83,68 @@ class JaxFunctionNode:
                 results = function(*filled)
                 return [results[i] for i in outputs]
 
-            if state is not None and python_state() != state:
-                raise TranslationError(
-                    f"autograd inside the code differentiates {name}, whose backward reads Python state (a global, an "
-                    "attribute, a closure). It is traced after the code has ended, and that state has changed since. "
-                    "Pass the value as an argument of apply, and store it on ctx"
-                )
             _, pullback = jax.vjp(apply_to_inputs, *(arrays[i] for i in inputs))
-            with settings.restored():
+            with settings.restored(), inside_backward(call):
                 # torch's gradients of complex numbers are the conjugates of JAX's.
                 return [jnp.conj(g) for g in pullback([jnp.conj(ct) for ct in cotangents])]
 
+        operands = [(x.shape, x.dtype) for x in tensors] + [self.outputs[i] for i in outputs]
+        call.trace(gradients, [jax.ShapeDtypeStruct(tuple(shape), jax_dtype(dtype)) for shape, dtype in operands])
+        self.state.recorder.reads_external_values |= any(x.reads_external_values for x in call.rules.values())
         shapes = [(tuple(tensors[i].shape), tensors[i].dtype) for i in inputs]
-        return JaxFunctionNode(self.state, gradients, f"{name}_backward", shapes, (), python_state)
+        return JaxFunctionNode(self.state, gradients, f"{name}_backward", shapes, (), derivative_state)
+
+
+class InnerBackward:
+    """A call of a Function's `backward` by autograd inside the code. It is traced there, as torch runs it there.
+
+    Args:
+      name: The Function's name.
+      state: Returns a key of the Python state that `backward` reads; `None` if there is none.
+
+    Attributes:
+      rules: The traces from there, by their arguments.
+      is_there: Whether the code has not gone on.
+    """
+
+    def __init__(self, name: str, state: Callable[[], Hashable | None]) -> None:
+        self.rules: dict[Hashable, Any] = {}
+        self._name = name
+        self._state = state
+        self._state_there = state()
+        self.is_there = True
+
+    def trace(self, gradients: _JaxFunction, operands: Sequence[jax.ShapeDtypeStruct]) -> None:
+        """Traces `backward`, unless it needs values."""
+        with outside_trace(), contextlib.suppress(Exception):  # An evaluation of the graph raises it too.
+            jax.eval_shape(gradients, *operands)
+        self.is_there = False
+
+    def check_state(self) -> None:
+        """Raises if `backward` would be traced now, and reads another state than at the call."""
+        if not self.is_there and (self._state_there is None or self._state() != self._state_there):
+            raise TranslationError(
+                f"autograd inside the code calls {self._name}.backward, which needs values, so that it is traced after "
+                "the code has ended. It reads Python state (a global, a closure, an object on ctx) that has changed "
+                "since, or that is not compared by value. Pass the value as an argument of apply"
+            )
+
+
+class _ActiveBackward(threading.local):
+    call: InnerBackward | None = None
+
+
+ACTIVE_BACKWARD = _ActiveBackward()
+
+
+@contextlib.contextmanager
+def inside_backward(call: InnerBackward | None) -> Generator[None]:
+    """Inside, `backward` methods are those that autograd inside the code calls; `None`: that JAX calls."""
+    before, ACTIVE_BACKWARD.call = ACTIVE_BACKWARD.call, call
+    try:
+        yield
+    finally:
+        ACTIVE_BACKWARD.call = before
 
 
 class NodeAutograd(torch.autograd.Function):

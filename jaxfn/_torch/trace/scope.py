@@ -87,17 +87,6 @@ def trace_scope(state: TraceState) -> Generator[None]:
         )
 
 
-@contextlib.contextmanager
-def outside_trace() -> Generator[None]:
-    """Inside, torch and jaxfn run as if this thread were not tracing; another trace may begin."""
-    before, ACTIVE.state = ACTIVE.state, None
-    try:
-        with without_modes():
-            yield
-    finally:
-        ACTIVE.state = before
-
-
 # The error that is raised contains this text.
 FAKE_TENSOR_LOG.addFilter(lambda record: ACTIVE.state is None)
 

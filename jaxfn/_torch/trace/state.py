@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
@@ -18,6 +19,7 @@ from jaxfn._torch._compat import (
     plain_torch,
     storage_id,
     without_functions,
+    without_modes,
 )
 from jaxfn._torch.graph.reads import NO_VALUES, Answerer
 from jaxfn._torch.graph.recorder import NO_EXTERNALS, ExternalTensors, Recorder
@@ -342,6 +344,17 @@ class _ActiveTrace(threading.local):
 
 
 ACTIVE = _ActiveTrace()
+
+
+@contextlib.contextmanager
+def outside_trace() -> Generator[None]:
+    """Inside, torch and jaxfn run as if this thread were not tracing; another trace may begin."""
+    before, ACTIVE.state = ACTIVE.state, None
+    try:
+        with without_modes():
+            yield
+    finally:
+        ACTIVE.state = before
 
 
 def active_trace() -> TraceState:
