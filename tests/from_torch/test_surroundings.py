@@ -382,6 +382,18 @@ def test_state_of_every_kind_may_change_between_calls(name: str, kind: str):
         np.testing.assert_allclose(jax.grad(lambda x: run(x).sum())(X), value)
 
 
+@row("H2")
+def test_an_equal_complex_number_is_not_traced_again(capsys: pytest.CaptureFixture[str]):
+    def run(x, factor):
+        print("traced")
+        return x * factor
+
+    converted = jaxfn.from_torch(run)
+    for factor in (complex(1, 2), complex(1, 2)):
+        np.testing.assert_allclose(converted(X, factor), X * factor, rtol=1e-6)
+    assert capsys.readouterr().out == "traced\n"
+
+
 @row("I8")
 @pytest.mark.parametrize("make", [Slots, Configuration, lambda: types.SimpleNamespace(value=2.0)])
 @pytest.mark.parametrize("owner", ["module", "parameter"])

@@ -296,7 +296,8 @@ def _slots_of_plain_class(kind: type) -> tuple[str, ...] | None:
         name for name, offset in (("__dict__", kind.__dictoffset__), ("__weakref__", kind.__weakrefoffset__)) if offset
     ]
     twin = type("", (), {"__slots__": (*special, *(f"slot{i}" for i in range(len(names))))})
-    return tuple(names) if twin.__basicsize__ == kind.__basicsize__ and (names or special) else None
+    is_of_python = bool(special) or any("__slots__" in vars(part) for part in kind.__mro__)  # `complex` is not.
+    return tuple(names) if is_of_python and twin.__basicsize__ == kind.__basicsize__ else None
 
 
 _COMPUTE_NAMES = {"getattr", "hasattr", "vars", "__dict__", "__getattribute__", "attrgetter", "getmembers"}
