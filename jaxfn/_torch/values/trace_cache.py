@@ -220,7 +220,8 @@ class _StateKey:
             return kind, self._key((value.fget, value.fset))
         if id(value) in self._indices:
             return kind, self._indices[id(value)][0]
-        if not isinstance(value, (tuple, frozenset)) and (isinstance(value, MUTABLE) or _is_code(value)):
+        is_code = not isinstance(value, (tuple, frozenset, *MUTABLE)) and _is_code(value)
+        if is_code or isinstance(value, MUTABLE):
             self._indices[id(value)] = len(self._indices), value
         if isinstance(value, (tuple, list, set, frozenset, deque)):
             items = cast(Iterable[Any], value)
@@ -232,7 +233,7 @@ class _StateKey:
         elif isinstance(value, np.ndarray) and not value.dtype.hasobject:
             self.has_data = True
             content = value.dtype.str, value.shape, value.tobytes()
-        elif _is_code(value):
+        elif is_code:
             return self._key_of_code(value)
         else:
             content = leaf_key(value)
@@ -277,7 +278,7 @@ _IGNORED = frozenset(vars(type("", (), {"__slots__": ("__dict__", "__weakref__")
 def _is_code(value: object) -> bool:
     """Whether a value is a function, module, class or plain object, whose key is that of what it contains."""
     is_code = isinstance(value, (types.FunctionType, types.ModuleType, type))
-    return is_code or (plain_attributes(value) is not None and not isinstance(value, nn.Module))
+    return is_code or (_slots_of_plain_class(type(value)) is not None and not isinstance(value, nn.Module))
 
 
 def plain_attributes(value: Any) -> dict[str, Any] | None:
