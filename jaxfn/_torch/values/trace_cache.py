@@ -67,18 +67,18 @@ class _Setting(NamedTuple):
     write: Callable[[Any], Any]
 
 
-def _setting_of_device(name: str, device: str) -> _Setting:
-    read: Any = getattr(torch, f"is_{name}" if name == "autocast_enabled" else f"get_{name}")
-    return _Setting(functools.partial(read, device), functools.partial(getattr(torch, f"set_{name}"), device))
-
-
 def _attribute(owner: Any, name: str) -> _Setting:
     return _Setting(functools.partial(getattr, owner, name), functools.partial(setattr, owner, name))
 
 
+def _of_device(read: Callable[..., Any], write: Callable[..., Any], device: str) -> _Setting:
+    return _Setting(functools.partial(read, device), functools.partial(write, device))
+
+
 _SETTINGS = (
     _Setting(torch.get_default_dtype, torch.set_default_dtype),
-    *(_setting_of_device(name, x) for name in ("autocast_enabled", "autocast_dtype") for x in _DEVICES),
+    *(_of_device(torch.is_autocast_enabled, torch.set_autocast_enabled, x) for x in _DEVICES),
+    *(_of_device(torch.get_autocast_dtype, torch.set_autocast_dtype, x) for x in _DEVICES),
     _Setting(torch.get_deterministic_debug_mode, torch.set_deterministic_debug_mode),
     _Setting(torch.get_float32_matmul_precision, torch.set_float32_matmul_precision),
     _Setting(torch.is_anomaly_enabled, torch.set_anomaly_enabled),
