@@ -46,7 +46,6 @@ ResidualTable, ResidualComparison; NanOrigin; ConvertedModule, Explanation and T
 """
 
 import sys
-import types
 from importlib import import_module
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
@@ -128,7 +127,7 @@ sys.modules[f"{__name__}.function"] = sys.modules[__name__]
 def _set_modules() -> None:
     """Names jaxfn as the module of every public name that is loaded, in tracebacks, pickles and on pages."""
     for name in {*__all__, *_MODULES}:
-        value = vars(sys.modules.get(_MODULES.get(name, __name__), types)).get(name)
+        value = getattr(sys.modules.get(_MODULES.get(name, __name__)), name, None)
         if value is not None:
             value.__module__ = __name__
 
