@@ -91,9 +91,9 @@ def load(port: Port, arrays: dict[str, jax.Array]) -> Port:
 
 
 class Results(NamedTuple):
-    right: jaxfn.ParityReport
-    wrong_epsilon: jaxfn.ParityReport
-    wrong_activation: jaxfn.ParityReport
+    right: jaxfn.reports.ParitycheckReport
+    wrong_epsilon: jaxfn.reports.ParitycheckReport
+    wrong_activation: jaxfn.reports.ParitycheckReport
 
 
 def main() -> Results:
@@ -101,7 +101,7 @@ def main() -> Results:
     original = Original().eval()
     images = np.random.default_rng(0).standard_normal((4, 3, 9, 11)).astype(np.float32)
 
-    def check(**mistake: Any) -> jaxfn.ParityReport:
+    def check(**mistake: Any) -> jaxfn.reports.ParitycheckReport:
         def apply(state: Any, x: jax.Array) -> jax.Array:
             return nnx.merge(graphdef, state)(x)
 

@@ -23,7 +23,7 @@ Write a Function
   saved_tensors_hooks      pack what Functions save; also save_on_host, disable_saved_tensors_hooks
 
 Check it
-  check                    all checks that need no reference
+  check                    use this first: all checks that need no reference
   gradcheck                first derivatives, against finite differences and autodiff
   gradgradcheck            second derivatives
   kernelcheck              a kernel's rounding errors, against a reference
@@ -40,9 +40,8 @@ Bring torch code over
   paritycheck              compare a port with the original
   record_oracle            store the original's results, to compare without torch
 
-Types of results and errors: VmapInfo; CheckReport and CheckError, the bases of FunctionReport, GradcheckReport,
-GradcheckError, Mismatch, KernelReport, KernelcheckError, ParityReport and ParitycheckError; Residual,
-ResidualTable, ResidualComparison; NanOrigin; ConvertedModule, Explanation and TranslationError.
+Types: reports (a module: what the checks and tools return), CheckError and its subclass GradcheckError,
+TranslationError, ConvertedModule, and VmapInfo.
 """
 
 import sys
@@ -50,6 +49,7 @@ from importlib import import_module
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
+from jaxfn import reports as reports
 from jaxfn._context import FunctionCtx
 from jaxfn._function import Function
 from jaxfn._functional import autograd_function, function
@@ -58,49 +58,35 @@ from jaxfn._once_differentiable import once_differentiable
 from jaxfn._vmap_method import VmapInfo
 
 if TYPE_CHECKING:
-    from jaxfn._check.reports import CheckError, CheckReport
-    from jaxfn._gradcheck import (
-        FunctionReport,
-        GradcheckError,
-        GradcheckReport,
-        Mismatch,
-        check,
-        gradcheck,
-        gradgradcheck,
-    )
-    from jaxfn._inspection.find_nan import NanOrigin, find_nan
+    from jaxfn._gradcheck import GradcheckError, check, gradcheck, gradgradcheck
+    from jaxfn._inspection.find_nan import find_nan
     from jaxfn._inspection.logs import logged
-    from jaxfn._inspection.residuals import Residual, ResidualComparison, ResidualTable, residuals
-    from jaxfn._kernelcheck import KernelcheckError, KernelReport, kernelcheck
+    from jaxfn._inspection.residuals import residuals
+    from jaxfn._kernelcheck import kernelcheck
     from jaxfn._parity.paritycheck import paritycheck, record_oracle
-    from jaxfn._parity.report import ParitycheckError, ParityReport
+    from jaxfn._reports import CheckError
     from jaxfn._torch import TranslationError, explain, from_torch, port
-    from jaxfn._torch.convert.explain import Explanation as Explanation
     from jaxfn._torch.convert.module import ConvertedModule as ConvertedModule
 
 __all__ = ["Function", "FunctionCtx", "VmapInfo", "autograd_function", "function", "once_differentiable"]
 __all__ += ["disable_saved_tensors_hooks", "save_on_host", "saved_tensors_hooks"]
-__all__ += ["CheckError", "CheckReport", "FunctionReport", "GradcheckError", "GradcheckReport", "KernelReport"]
-__all__ += ["KernelcheckError", "Mismatch", "check", "gradcheck", "gradgradcheck", "kernelcheck"]
-__all__ += ["NanOrigin", "Residual", "ResidualComparison", "ResidualTable", "find_nan", "logged", "residuals"]
-__all__ += ["TranslationError", "explain", "from_torch", "port"]
-__all__ += ["ParityReport", "ParitycheckError", "paritycheck", "record_oracle"]
+__all__ += ["CheckError", "GradcheckError", "check", "gradcheck", "gradgradcheck", "kernelcheck"]
+__all__ += ["find_nan", "logged", "residuals"]
+__all__ += ["TranslationError", "explain", "from_torch", "paritycheck", "port", "record_oracle"]
 
 __version__ = "0.1.0"
 
-# Tools are imported at their first use, so that `import jaxfn` takes milliseconds. The last two import torch, and are
+# Tools are imported at their first use, so that `import jaxfn` takes milliseconds. The last one imports torch, and is
 # not in `__all__`.
 _TOOLS = {
-    "jaxfn._gradcheck": "FunctionReport GradcheckError Mismatch GradcheckReport check gradcheck gradgradcheck",
-    "jaxfn._inspection.find_nan": "NanOrigin find_nan",
-    "jaxfn._check.reports": "CheckError CheckReport",
+    "jaxfn._gradcheck": "GradcheckError check gradcheck gradgradcheck",
+    "jaxfn._reports": "CheckError",
+    "jaxfn._inspection.find_nan": "find_nan",
     "jaxfn._inspection.logs": "logged",
-    "jaxfn._inspection.residuals": "ResidualComparison ResidualTable Residual residuals",
-    "jaxfn._kernelcheck": "KernelReport KernelcheckError kernelcheck",
+    "jaxfn._inspection.residuals": "residuals",
+    "jaxfn._kernelcheck": "kernelcheck",
     "jaxfn._parity.paritycheck": "paritycheck record_oracle",
-    "jaxfn._parity.report": "ParitycheckError ParityReport",
     "jaxfn._torch": "TranslationError explain from_torch port",
-    "jaxfn._torch.convert.explain": "Explanation",
     "jaxfn._torch.convert.module": "ConvertedModule",
 }
 _MODULES = {name: module for module, names in _TOOLS.items() for name in names.split()}
@@ -149,4 +135,4 @@ if not TYPE_CHECKING:  # to which every name would exist
 
 def __dir__() -> list[str]:
     names = {*__all__, *_MODULES} if find_spec("torch") else __all__  # help() reads the value of each
-    return sorted([*names, "__version__"])
+    return sorted([*names, "reports", "__version__"])

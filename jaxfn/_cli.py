@@ -15,7 +15,7 @@ from typing import Any, NoReturn
 import numpy as np
 
 import jaxfn
-from jaxfn._check.reports import first_line
+from jaxfn._reports import first_line
 
 _EXAMPLES = """examples:
   python -m jaxfn check my_package.functions:Linear --shape 2,3 --shape 4,3 --shape 4

@@ -52,7 +52,7 @@ def reference(x: jax.Array) -> jax.Array:
     return jax.nn.softmax(x, axis=-1)
 
 
-def main() -> tuple[jaxfn.KernelReport, jaxfn.KernelReport]:
+def main() -> tuple[jaxfn.reports.KernelcheckReport, jaxfn.reports.KernelcheckReport]:
     shape = jax.ShapeDtypeStruct((16, 128), jnp.float32)
     good = jaxfn.kernelcheck(softmax, reference, shape)
     bad = jaxfn.kernelcheck(careless, reference, shape, raise_exception=False)

@@ -40,19 +40,19 @@ def loss(activation: Callable[[jax.Array], jax.Array], weights: list[jax.Array],
     return jnp.mean(x**2)
 
 
-def compare() -> jaxfn.ResidualComparison:
+def compare() -> jaxfn.reports.ResidualComparison:
     weights = [jax.ShapeDtypeStruct((WIDTH, WIDTH), jnp.float32)] * LAYERS
     x = jax.ShapeDtypeStruct((BATCH, WIDTH), jnp.float32)
     # The alternatives to a Function: a checkpoint, which recomputes everything, or all but the products.
     policies = {"checkpoint": None, "dots_saveable": jax.checkpoint_policies.dots_saveable}
     plain = jaxfn.residuals(partial(loss, jax.nn.gelu), weights, x, argnums=0, policies=policies)
     tables = {"jax.nn.gelu": plain["no checkpoint"]} | {name: plain[name] for name in policies}
-    return jaxfn.ResidualComparison(
+    return jaxfn.reports.ResidualComparison(
         tables | {"8-bit gelu": jaxfn.residuals(partial(loss, gelu), weights, x, argnums=0)}
     )
 
 
-def main() -> jaxfn.ResidualComparison:
+def main() -> jaxfn.reports.ResidualComparison:
     comparison = compare()
     print(comparison)
     return comparison

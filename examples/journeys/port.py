@@ -59,7 +59,7 @@ def _(ctx, grad_output: jax.Array) -> jax.Array:
 
 
 class Results(NamedTuple):
-    parity: jaxfn.ParityReport
+    parity: jaxfn.reports.ParitycheckReport
     losses: list[float]
     difference: float  # between torch's outputs after loading and JAX's
 

@@ -42,11 +42,11 @@ def _(ctx, grad_output: jax.Array) -> jax.Array:
     return grad_output * x / y  # 0 / 0 for a vector of zeros
 
 
-def check() -> jaxfn.GradcheckReport:
+def check() -> jaxfn.reports.GradcheckReport:
     return jaxfn.gradcheck(softmax, np.linspace(-1, 1, 6), return_report=True)
 
 
-def main() -> tuple[jaxfn.GradcheckReport, jaxfn.NanOrigin | None]:
+def main() -> tuple[jaxfn.reports.GradcheckReport, jaxfn.reports.NanOrigin | None]:
     report = check()
     print(report)
     origin = jaxfn.find_nan(jax.grad(norm), jnp.zeros(3))

@@ -1,6 +1,6 @@
 """`gradcheck` and `gradgradcheck`: derivatives compared with finite differences and with autodiff."""
 
-from jaxfn._gradcheck.function_check import FunctionReport as FunctionReport
+from jaxfn._gradcheck.function_check import CheckReport as CheckReport
 from jaxfn._gradcheck.function_check import check as check
 from jaxfn._gradcheck.public import gradcheck as gradcheck
 from jaxfn._gradcheck.public import gradgradcheck as gradgradcheck

@@ -62,7 +62,7 @@ class Diagnosis:
         output, input = self._leaves(block)
         num_rows, num_columns = map(len, self._ranges(block))
         return Mismatch(
-            check=self.mode.name,
+            mode="forward" if self.mode.is_forward else "reverse",
             output=output.name,
             input=input.name,
             output_shape=output.shape,
@@ -79,7 +79,7 @@ class Diagnosis:
             reference = self._reference(values)
             shapes = mismatch.output_shape, mismatch.input_shape
             mesh_axes = self.comparison.derivatives.mesh_axes
-            mismatch.kind = (self._is_kink(block, values) and KINK) or mismatch_kind(
+            mismatch.mistake = (self._is_kink(block, values) and KINK) or mismatch_kind(
                 values.analytic, reference, *shapes, mesh_axes, is_forward=self.mode.is_forward
             )
             matrices = {"analytic": values.analytic, "numeric": values.numeric, "autodiff": values.autodiff}

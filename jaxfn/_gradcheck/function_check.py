@@ -4,27 +4,28 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import Any
 
 import jax
 import numpy as np
 
 from jaxfn._check.arguments import as_double, function_name
 from jaxfn._check.closeness import group_scale
-from jaxfn._check.reports import CheckError, CheckReport
 from jaxfn._gradcheck.problem.derivatives import ReverseOnlyError, derive
 from jaxfn._gradcheck.problem.problem import make_problem
 from jaxfn._gradcheck.public import gradcheck, gradgradcheck
-from jaxfn._gradcheck.report.report import GradcheckError, GradcheckReport
+from jaxfn._gradcheck.report.report import GradcheckReport
 from jaxfn._gradcheck.tolerance import excess
+from jaxfn._reports import Report, public
 from jaxfn._tree import is_array_leaf
 
 _ROUNDING = 1e4  # difference of eager and compiled results, in units in the last place of numbers of that magnitude
 _ONCE = "trying to differentiate twice a function that was marked with @once_differentiable"
 
 
+@public
 @dataclass(repr=False, eq=False)
-class FunctionReport(CheckReport):
+class CheckReport(Report):
     """The report of `check`; true if every check passed.
 
     Attributes:
@@ -34,11 +35,10 @@ class FunctionReport(CheckReport):
       notes: which checks did not apply.
     """
 
-    error: ClassVar[type[CheckError]] = GradcheckError
-
     function: str
     reports: list[GradcheckReport] = field(default_factory=list[GradcheckReport])
     problems: list[str] = field(default_factory=list[str])
+    notes: list[str] = field(default_factory=list[str])
 
     @property
     def failures(self) -> list[GradcheckReport | str]:
@@ -62,7 +62,7 @@ def check(
     argnums: int | Sequence[int] | None = None,
     surrogate: Callable[..., Any] | None = None,
     second_order: bool = True,
-) -> FunctionReport:
+) -> CheckReport:
     """Runs every check of a function that needs no reference implementation.
 
     These are `gradcheck` in each mode that the function has, with `jax.vmap` of the function and of its gradients,
@@ -77,7 +77,7 @@ def check(
       second_order: Whether to check second derivatives.
 
     Returns:
-      A `FunctionReport`, which is true if every check passed.
+      A `CheckReport`, which is true if every check passed.
 
     Raises:
       GradcheckError: A check failed, and `error.report` has the report.
@@ -99,7 +99,7 @@ def check(
 
     Torch counterpart: none; `torch.autograd.gradcheck` and `gradgradcheck` are two calls.
     """
-    report = FunctionReport(function_name(func))
+    report = CheckReport(function_name(func))
     options: dict[str, Any] = {"argnums": argnums, "surrogate": surrogate, "return_report": True}
     with jax.enable_x64(True):
         problem = make_problem(func, inputs, argnums, surrogate)

@@ -241,10 +241,10 @@ class _Check:
                     "right for unit vectors."
                 )
         self.report.notes += comparison.notes if self.report.passed else ()
-        of_backward = [m for m in self.report.mismatches if m.check == d.reverse.name]
+        of_backward = [m for m in self.report.mismatches if m.mode == "reverse"]
         if any(all(entry.value == 0 for entry in mismatch.entries) for mismatch in of_backward):
             self.report.notes += [f"{m} returned None for {x}, so its gradient is zero" for m, x in d.without_gradient]
-        kinks = [mismatch.kind == KINK for mismatch in self.report.mismatches]
+        kinks = [mismatch.mistake == KINK for mismatch in self.report.mismatches]
         self.report.notes += [_KINK_HINT] if any(kinks) else []
         if not all(kinks) and not self.options.has_surrogate:
             self.report.notes.append(_SURROGATE_HINT)
@@ -262,13 +262,13 @@ class _Check:
             comparison, mode, by_autodiff = diagnosis.comparison, diagnosis.mode, diagnosis.by_autodiff
             seconds, is_fast = perf_counter() - self._start, self.options.fast_mode
             saved, stopped = (None, None)
-            if any(mismatch.kind != KINK for mismatch in mismatches):
+            if any(mismatch.mistake != KINK for mismatch in mismatches):
                 saved, stopped = explain_by_saved(
                     comparison, mode, by_autodiff=by_autodiff, is_fast=is_fast, seconds=seconds
                 )
             self.report.notes += [stopped] if stopped else []
             for mismatch in mismatches if saved else ():
-                mismatch.kind = f"{mismatch.kind}, or {saved}" if mismatch.kind else saved
+                mismatch.mistake = f"{mismatch.mistake}, or {saved}" if mismatch.mistake else saved
         return mismatches
 
     def _explained(self, diagnosis: Diagnosis, blocks: Sequence[JacobianBlock]) -> list[Mismatch]:

@@ -30,18 +30,20 @@ from jaxfn._compat import eqn_source_line, lower_jaxpr
 from jaxfn._inspection.interpreter import EqnInterpreter
 from jaxfn._jaxpr import all_eqns, open_jaxpr
 from jaxfn._observe import OBSERVATION, Label, Observation, label_p, named_line
+from jaxfn._reports import Report, public
 from jaxfn._tree import TreeSpec, flatten, is_inexact, is_traced, leaves_with_path
 
 
-@dataclass(frozen=True)
-class NanOrigin:
-    """The origin of a NaN or an infinity; its `str` is a report.
+@public
+@dataclass(frozen=True, repr=False)
+class NanOrigin(Report):
+    """The origin of a NaN or an infinity. Prints as text; false, as every report of something wrong.
 
     Attributes:
       function: the name of the Function in which it first appears, or `None` for code outside Functions.
       method: the method of that Function: "forward", "backward", "jvp" or "vmap".
       array: the first array of that method with it: "output 0", "saved y", "gradient of x"; "" if it reaches none.
-      kind: "nan", "inf" or "-inf".
+      number: "nan", "inf" or "-inf".
       operation: the name of the JAX operation that computed it; "argument" if it was passed in.
       shape, index: the shape of the operation's result, and the index of its first such number.
       line: the line of code, "file:line (function)"; "" for JAX's own code.
@@ -52,22 +54,27 @@ class NanOrigin:
     function: str | None
     method: str | None
     array: str
-    kind: str
+    number: str
     operation: str
     shape: tuple[int, ...]
     index: tuple[int, ...]
     line: str
     enclosing: tuple[str, ...]
 
+    @property
+    def failures(self) -> list[str]:
+        """The text."""
+        return [str(self)]
+
     def __str__(self) -> str:
         where = f"{self.function}.{self.method}" if self.function else "code outside any Function"
         reached = f" ({self.array})" if self.array else ""
         if self.operation == "argument":
-            return f"{self.kind} is in {self.array}, at index {self.index} of shape {self.shape}"
+            return f"{self.number} is in {self.array}, at index {self.index} of shape {self.shape}"
         if self.operation == "shard_map":
             where = f"a shard_map that is called in {where}"
         lines = [
-            f"{self.kind} first appears in {where}{reached}",
+            f"{self.number} first appears in {where}{reached}",
             f"  computed by {self.operation}, at index {self.index} of shape {self.shape}",
         ]
         lines += [f"  {self.line}"] * bool(self.line)
@@ -82,7 +89,7 @@ _SHARD_MAP_HINT = (
 )
 
 
-def find_nan(f: Callable[..., Any], *args: Any, **kwargs: Any) -> NanOrigin | None:
+def find_nan(f: Callable[..., Any], /, *args: Any, **kwargs: Any) -> NanOrigin | None:
     """Finds where a NaN or an infinity first appears: in which Function, method and line of code.
 
     The function is traced, with everything that it calls, and evaluated once. Only a NaN or an infinity that reaches a

@@ -14,14 +14,15 @@ import jax.numpy as jnp
 import numpy as np
 from jax.core import AbstractValue
 
-from jaxfn._check.reports import aligned, html_table
 from jaxfn._compat import make_jaxpr, name_p
 from jaxfn._jaxpr import SubJaxpr, is_any_of, is_variable, open_jaxpr, primitives, subjaxprs
 from jaxfn._observe import OBSERVATION, Label, Observation, label_p
 from jaxfn._primitives import tie_p
+from jaxfn._reports import Report, aligned, html_table, public
 from jaxfn._tree import is_array_leaf, is_inexact, replace_at
 
 
+@public
 class Residual(NamedTuple):
     """An array that reverse mode saves for the backward pass, and the Function that saved it.
 
@@ -30,7 +31,7 @@ class Residual(NamedTuple):
       name: the name, index or attribute of ctx under which it was saved: "x", `saved_tensors[0]`, `ctx.mask`. For a
         residual of JAX, the argument that it is, the name from `checkpoint_name`, or the operation that computes it.
       shape, dtype, nbytes: those of the whole array; in a scan, of the stacked array of all steps.
-      kind: "input", "output" or "intermediate" of the Function (for a residual of JAX, of the whole function);
+      role: "input", "output" or "intermediate" of the Function (for a residual of JAX, of the whole function);
         "closed over" if `backward` captures it; "constant" for a constant of the jaxpr.
       argument: the argument of the function that it is, as `args[0]['w']`; "" if it is computed.
       enclosing: the control flow around the backward pass that reads it, the outermost first: "scan of 3",
@@ -45,7 +46,7 @@ class Residual(NamedTuple):
     shape: tuple[int, ...]
     dtype: str
     nbytes: int
-    kind: str
+    role: str
     argument: str = ""
     enclosing: tuple[str, ...] = ()
     is_packed: bool = False
@@ -67,7 +68,7 @@ _HEADER = ("Function", "saved as", "shape", "dtype", "bytes", "is", "")
 _Row = tuple[str, ...]
 
 
-class _Printed:
+class _Printed(Report):
     """A table with totals that prints as text, and as HTML in notebooks."""
 
     _columns_of_numbers = slice(4, None)
@@ -75,9 +76,6 @@ class _Printed:
     def _table(self) -> tuple[_Row, list[_Row], list[_Row]]:
         """Returns the header, the rows, and the rows of the totals."""
         raise NotImplementedError
-
-    def __repr__(self) -> str:
-        return str(self)
 
     def __str__(self) -> str:
         header, rows, totals = self._table()
@@ -91,6 +89,7 @@ class _Printed:
         return html_table(header, [*rows, *totals])
 
 
+@public
 class ResidualTable(_Printed, Sequence[Residual]):
     """The residuals of a function: a sequence of `Residual` that prints as a table.
 
@@ -117,7 +116,7 @@ class ResidualTable(_Printed, Sequence[Residual]):
 
     def _table(self) -> tuple[_Row, list[_Row], list[_Row]]:
         rows = [
-            (r.function, r.name, str(r.shape), r.dtype, f"{r.nbytes:,}" if not r.is_duplicate else "-", r.kind, r.notes)
+            (r.function, r.name, str(r.shape), r.dtype, f"{r.nbytes:,}" if not r.is_duplicate else "-", r.role, r.notes)
             for r in self._rows
         ]
         sums = [*self.bytes_by_function.items(), ("all", self.total_bytes)]
@@ -129,6 +128,7 @@ class ResidualTable(_Printed, Sequence[Residual]):
         return {"rows": rows, "bytes_by_function": self.bytes_by_function, "total_bytes": self.total_bytes}
 
 
+@public
 class ResidualComparison(_Printed, Mapping[str, ResidualTable]):
     """Residuals under several checkpoint policies, or of several functions: a mapping that prints side by side.
 
@@ -188,18 +188,19 @@ _Policy = Callable[..., Any] | None
 
 @overload
 def residuals(
-    f: Callable[..., Any], *args: Any, argnums: int | Sequence[int] | None = None, policies: None = None
+    f: Callable[..., Any], /, *args: Any, argnums: int | Sequence[int] | None = None, policies: None = None
 ) -> ResidualTable: ...
 
 
 @overload
 def residuals(
-    f: Callable[..., Any], *args: Any, argnums: int | Sequence[int] | None = None, policies: Mapping[str, _Policy]
+    f: Callable[..., Any], /, *args: Any, argnums: int | Sequence[int] | None = None, policies: Mapping[str, _Policy]
 ) -> ResidualComparison: ...
 
 
 def residuals(
     f: Callable[..., Any],
+    /,
     *args: Any,
     argnums: int | Sequence[int] | None = None,
     policies: Mapping[str, _Policy] | None = None,
@@ -359,9 +360,9 @@ class _Passes:
                 is_on_host=is_traced and saved.aval.memory_space == jax.memory.Space.Host,
             )
             if not is_traced or saved in constants:
-                row = row._replace(kind="constant")
+                row = row._replace(role="constant")
             elif saved in outputs:
-                row = row._replace(kind="output")
+                row = row._replace(role="output")
             readers = all_readers.get(read, [])
             by_functions = [reader for reader in readers if reader[0] is not None]
             for label, enclosing in by_functions or readers[:1] or [(None, ())]:
@@ -371,7 +372,7 @@ class _Passes:
                 reader_row = row._replace(enclosing=enclosing, is_duplicate=is_duplicate)
                 if label is not None:
                     reader_row = reader_row._replace(
-                        function=label.function, name=label.name, kind=label.source, is_packed=label.is_packed
+                        function=label.function, name=label.name, role=label.source, is_packed=label.is_packed
                     )
                 yield reader_row
 

@@ -1,5 +1,4 @@
 """`kernelcheck`: compares the errors of a kernel, forward and backward, with those of a reference."""
 
 from jaxfn._kernelcheck.public import kernelcheck as kernelcheck
-from jaxfn._kernelcheck.report import KernelcheckError as KernelcheckError
-from jaxfn._kernelcheck.report import KernelReport as KernelReport
+from jaxfn._kernelcheck.report import KernelcheckReport as KernelcheckReport

@@ -20,9 +20,9 @@ from jaxfn._kernelcheck.arguments import sizes as sizes_of
 from jaxfn._kernelcheck.comparison import Float64Reference, KernelComparison, Samples
 from jaxfn._kernelcheck.error_bounds import ExpectedArray
 from jaxfn._kernelcheck.implementations import BatchedImplementation, Implementation, KernelError, run_on_host
-from jaxfn._kernelcheck.rows import KernelRow
+from jaxfn._kernelcheck.rows import KernelcheckRow
 
-Check = Callable[[KernelComparison, "CheckOptions"], Iterator[KernelRow]]
+Check = Callable[[KernelComparison, "CheckOptions"], Iterator[KernelcheckRow]]
 CustomCheck = Callable[[Callable[..., Any], Callable[..., Any], tuple[Any, ...]], Any]  # a message, or None
 
 
@@ -37,12 +37,12 @@ class CheckOptions:
     allow_zero_gradients: bool  # whether a gradient of the reference may be zero
 
 
-def values(comparison: KernelComparison, options: CheckOptions) -> Iterator[KernelRow]:
+def values(comparison: KernelComparison, options: CheckOptions) -> Iterator[KernelcheckRow]:
     """Compares outputs and gradients."""
     yield from comparison.compare("outputs", comparison.plain, comparison.expected)
 
 
-def vacuous(comparison: KernelComparison, options: CheckOptions) -> Iterator[KernelRow]:
+def vacuous(comparison: KernelComparison, options: CheckOptions) -> Iterator[KernelcheckRow]:
     """Checks that gradients of zero would fail."""
     differentiated, names = comparison.arguments.differentiated, comparison.gradient_names()
     for i, name, expected in zip(differentiated, names, comparison.expected.gradients, strict=True):
@@ -59,31 +59,31 @@ def vacuous(comparison: KernelComparison, options: CheckOptions) -> Iterator[Ker
             yield comparison.message("vacuous", name, "is zero: the reference has no such derivative", passed=True)
 
 
-def determinism(comparison: KernelComparison, options: CheckOptions) -> Iterator[KernelRow]:
+def determinism(comparison: KernelComparison, options: CheckOptions) -> Iterator[KernelcheckRow]:
     """Compares two runs of one executable."""
     again = comparison.run(comparison.main)
     yield from comparison.compare_runs(", compiled", comparison.plain, again)
 
 
-def eager_determinism(comparison: KernelComparison, options: CheckOptions) -> Iterator[KernelRow]:
+def eager_determinism(comparison: KernelComparison, options: CheckOptions) -> Iterator[KernelcheckRow]:
     """Compares two eager runs."""
     again = comparison.first_results(comparison.implementation.run)
     yield from comparison.compare_runs(", eagerly", comparison.eager, again, [0])
 
 
-def undifferentiated(comparison: KernelComparison, options: CheckOptions) -> Iterator[KernelRow]:
+def undifferentiated(comparison: KernelComparison, options: CheckOptions) -> Iterator[KernelcheckRow]:
     """Compares outputs without differentiation, which a rule may compute by other code."""
     kernel = replace(comparison.implementation, arguments=replace(comparison.arguments, chosen=frozenset()))
     results = run_on_host(jax.jit(kernel.mapped), *comparison.arrays(comparison.main))
     yield from comparison.compare("undifferentiated", results, comparison.expected)
 
 
-def jit(comparison: KernelComparison, options: CheckOptions) -> Iterator[KernelRow]:
+def jit(comparison: KernelComparison, options: CheckOptions) -> Iterator[KernelcheckRow]:
     """Compares eager results."""
     yield from comparison.compare("jit", comparison.eager, comparison.expected, [0], " eagerly")
 
 
-def vmap(comparison: KernelComparison, options: CheckOptions) -> Iterator[KernelRow]:
+def vmap(comparison: KernelComparison, options: CheckOptions) -> Iterator[KernelcheckRow]:
     """Compares results under `jax.vmap`: of the gradient along the first axis, and of the kernel in each `Batching`."""
     fixed, xs, cotangents = comparison.arrays(comparison.main)
     run = jax.jit(jax.vmap(comparison.implementation.run, in_axes=(None, 0, 0)))
@@ -93,7 +93,7 @@ def vmap(comparison: KernelComparison, options: CheckOptions) -> Iterator[Kernel
         yield from _batched(comparison, batching)
 
 
-def _batched(comparison: KernelComparison, batching: Batching) -> Iterator[KernelRow]:
+def _batched(comparison: KernelComparison, batching: Batching) -> Iterator[KernelcheckRow]:
     arguments = comparison.arguments
     samples = Samples(batching.items(comparison.main.xs), comparison.main.cotangents)
     expected = comparison.expect(samples)
@@ -110,13 +110,13 @@ def _batched(comparison: KernelComparison, batching: Batching) -> Iterator[Kerne
     yield from comparison.compare("vmap", results, expected, suffix=f" {condition}")
 
 
-def undefined(comparison: KernelComparison, options: CheckOptions) -> Iterator[KernelRow]:
+def undefined(comparison: KernelComparison, options: CheckOptions) -> Iterator[KernelcheckRow]:
     """Compares gradients with one undefined cotangent."""
     for part in filter(lambda part: part.is_undefined, comparison.parts):
         yield from _part("undefined", comparison, part)
 
 
-def subsets(comparison: KernelComparison, options: CheckOptions) -> Iterator[KernelRow]:
+def subsets(comparison: KernelComparison, options: CheckOptions) -> Iterator[KernelcheckRow]:
     """Compares gradients of one input at a time, unless they are computed by the same eqns as all together."""
     args = comparison.arrays(comparison.main, 0)
 
@@ -132,7 +132,7 @@ def subsets(comparison: KernelComparison, options: CheckOptions) -> Iterator[Ker
             yield from _part("subsets", comparison, part)
 
 
-def _part(check: str, comparison: KernelComparison, part: PartialDerivative) -> Iterator[KernelRow]:
+def _part(check: str, comparison: KernelComparison, part: PartialDerivative) -> Iterator[KernelcheckRow]:
     """Compares the results with a part of the gradients, for all samples."""
     main = comparison.main
     cotangents = [ct if i in part.outputs else 0 * ct for i, ct in enumerate(main.cotangents)]
@@ -142,7 +142,7 @@ def _part(check: str, comparison: KernelComparison, part: PartialDerivative) -> 
     yield from comparison.compare(check, results, expected, suffix=f", {part.condition}", inputs=part.inputs)
 
 
-def scales(comparison: KernelComparison, options: CheckOptions) -> Iterator[KernelRow]:
+def scales(comparison: KernelComparison, options: CheckOptions) -> Iterator[KernelcheckRow]:
     """Compares results for scaled inputs."""
     for scale in _SCALES:
         samples = comparison.sample([scale * value for value in comparison.arguments.values])
@@ -156,7 +156,7 @@ def scales(comparison: KernelComparison, options: CheckOptions) -> Iterator[Kern
         )
 
 
-def constants(comparison: KernelComparison, options: CheckOptions) -> Iterator[KernelRow]:
+def constants(comparison: KernelComparison, options: CheckOptions) -> Iterator[KernelcheckRow]:
     """Compares results for zeros, and for one number everywhere."""
     values = comparison.arguments.values
     same = [np.full_like(value, value.flat[0] if value.size else 0) for value in values]
@@ -170,7 +170,7 @@ def constants(comparison: KernelComparison, options: CheckOptions) -> Iterator[K
         )
 
 
-def padding(comparison: KernelComparison, options: CheckOptions) -> Iterator[KernelRow]:
+def padding(comparison: KernelComparison, options: CheckOptions) -> Iterator[KernelcheckRow]:
     """Compares results for inputs surrounded by NaNs in memory, to detect reads out of bounds."""
     fixed, xs, cotangents = comparison.arrays(comparison.main, 0)
     results = run_on_host(
@@ -185,7 +185,7 @@ def padding(comparison: KernelComparison, options: CheckOptions) -> Iterator[Ker
     )
 
 
-def sizes(comparison: KernelComparison, options: CheckOptions) -> Iterator[KernelRow]:
+def sizes(comparison: KernelComparison, options: CheckOptions) -> Iterator[KernelcheckRow]:
     """Compares results for sizes that are not a multiple of a block."""
     for what, arguments in _sizes(comparison) if options.sizes is None else _listed(options.sizes):
         other = replace(comparison, arguments=arguments, exact=Float64Reference(comparison.reference, arguments))
@@ -199,7 +199,7 @@ def sizes(comparison: KernelComparison, options: CheckOptions) -> Iterator[Kerne
             yield comparison.raised("sizes", what, error, remark="not supported: ")
 
 
-def donation(comparison: KernelComparison, options: CheckOptions) -> Iterator[KernelRow]:
+def donation(comparison: KernelComparison, options: CheckOptions) -> Iterator[KernelcheckRow]:
     """Checks that arguments keep their values, and compares results for donated arguments."""
     arrays = comparison.arrays(comparison.main, 0)
     before = [np.array(x) for x in arrays[1]]
@@ -217,7 +217,7 @@ def donation(comparison: KernelComparison, options: CheckOptions) -> Iterator[Ke
     yield from comparison.compare("donation", results, comparison.expected, [0], ", inputs donated")
 
 
-def shard(comparison: KernelComparison, options: CheckOptions) -> Iterator[KernelRow]:
+def shard(comparison: KernelComparison, options: CheckOptions) -> Iterator[KernelcheckRow]:
     """Compares results on several devices."""
     if options.shard is not None:
         kernel = replace(comparison.implementation, function=options.shard(comparison.kernel))
@@ -227,7 +227,7 @@ def shard(comparison: KernelComparison, options: CheckOptions) -> Iterator[Kerne
 
 def run_checks(
     comparison: KernelComparison, options: CheckOptions, progress: Progress, *, is_first: bool
-) -> Iterator[KernelRow]:
+) -> Iterator[KernelcheckRow]:
     """Runs all checks of a kernel in one dtype, except those to skip."""
     problem = _problem(comparison)
     if problem and comparison.arguments.differentiated:
@@ -263,7 +263,7 @@ def run_checks(
             yield comparison.message(name, "the kernel", message or "")
 
 
-def _rows(name: str, check: Check, comparison: KernelComparison, options: CheckOptions) -> Iterator[KernelRow]:
+def _rows(name: str, check: Check, comparison: KernelComparison, options: CheckOptions) -> Iterator[KernelcheckRow]:
     try:
         yield from check(comparison, options)
     except KernelError as error:
@@ -278,7 +278,7 @@ def _problem(comparison: KernelComparison) -> str | KernelError:
         return error
 
 
-def _problem_row(comparison: KernelComparison, check: str, what: str, problem: str | KernelError) -> KernelRow:
+def _problem_row(comparison: KernelComparison, check: str, what: str, problem: str | KernelError) -> KernelcheckRow:
     if isinstance(problem, KernelError):
         return comparison.raised(check, what, problem)
     return comparison.message(check, what, problem)

@@ -20,7 +20,7 @@ from jaxfn._kernelcheck.arguments import Arrays, add_rounding_noise, rounded, sa
 from jaxfn._kernelcheck.error_bounds import ExpectedArray, ExpectedIntegers, expect
 from jaxfn._kernelcheck.float64 import promote_to_float64
 from jaxfn._kernelcheck.implementations import Implementation, KernelError, OutputTypes, Results, on_host, run_on_host
-from jaxfn._kernelcheck.rows import KernelRow
+from jaxfn._kernelcheck.rows import KernelcheckRow
 
 _FEW_DRAWS = 2
 _MAX_NUMBERS = 1 << 20  # in all samples of all inputs and outputs
@@ -203,15 +203,15 @@ class KernelComparison:
         """Returns the names of the gradients in reports."""
         return [f"gradient of {self.arguments.names[i]}" for i in self.arguments.differentiated]
 
-    def row(self, check: str, what: str, result: KernelRow) -> KernelRow:
+    def row(self, check: str, what: str, result: KernelcheckRow) -> KernelcheckRow:
         """Returns the result for one array as a row of the report."""
         return replace(result, check=check, what=what, dtype=str(np.dtype(self.dtype)))
 
-    def message(self, check: str, what: str, message: str, *, passed: bool = False) -> KernelRow:
+    def message(self, check: str, what: str, message: str, *, passed: bool = False) -> KernelcheckRow:
         """Returns a row of the report with a message; without a message the row passes."""
-        return self.row(check, what, KernelRow(passed=passed or not message, message=message))
+        return self.row(check, what, KernelcheckRow(passed=passed or not message, message=message))
 
-    def raised(self, check: str, what: str, error: KernelError, remark: str = "") -> KernelRow:
+    def raised(self, check: str, what: str, error: KernelError, remark: str = "") -> KernelcheckRow:
         """Returns a row of the report for an error that the kernel raised; with a remark the row passes."""
         return self.message(check, what, remark + str(error), passed=bool(remark))
 
@@ -224,7 +224,7 @@ class KernelComparison:
         suffix: str = "",
         only_overflow: bool = False,
         inputs: Sequence[int] | None = None,
-    ) -> list[KernelRow]:
+    ) -> list[KernelcheckRow]:
         """Returns rows for the results for some samples.
 
         Args:
@@ -236,7 +236,7 @@ class KernelComparison:
           only_overflow: whether values must only be finite.
           inputs: the indices of the gradients that `results` has, among those of `expected`. Default: all.
         """
-        rows: list[KernelRow] = []
+        rows: list[KernelcheckRow] = []
         if inputs is not None:
             expected = replace(expected, gradients=[expected.gradients[i] for i in inputs])
         for kind, index, array in self._named(results, inputs):
@@ -261,9 +261,9 @@ class KernelComparison:
 
     def compare_runs(
         self, condition: str, first: Results, second: Results, draws: Sequence[int] | None = None
-    ) -> list[KernelRow]:
+    ) -> list[KernelcheckRow]:
         """Returns a row for each array of two runs, which fails unless they are bitwise equal."""
-        rows: list[KernelRow] = []
+        rows: list[KernelcheckRow] = []
         for kind, index, array in self._named(first):
             one, two = getattr(first, kind)[index], getattr(second, kind)[index]
             if one.tobytes() == two.tobytes():

@@ -44,7 +44,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxfn._check.closeness import Array, ErrorStats, by_magnitude, magnitude_groups, rms
-from jaxfn._kernelcheck.rows import KernelEntry, KernelRow
+from jaxfn._kernelcheck.rows import KernelcheckEntry, KernelcheckRow
 
 _ENTRY_ULPS = 2.0
 _NORM_ULPS = 0.5
@@ -107,13 +107,13 @@ class ExpectedArray:
             input_rounding=self.input_rounding.scaled(root),
         )
 
-    def overflow(self, values: Array) -> KernelRow:
+    def overflow(self, values: Array) -> KernelcheckRow:
         """Checks only that a kernel's values are finite where those of the reference are."""
         values = np.asarray(values, np.float64)
         is_wrong = self.is_comparable & np.isfinite(self.exact) & ~np.isfinite(values)
         return self.compare(np.where(is_wrong, values, self.exact), 1.0)
 
-    def compare(self, values: Array, factor: float) -> KernelRow:
+    def compare(self, values: Array, factor: float) -> KernelcheckRow:
         """Compares a kernel's values with the expected values."""
         exact, comparable = self.exact, self.is_comparable
         values = np.asarray(values, np.float64)
@@ -125,7 +125,7 @@ class ExpectedArray:
             excess = errors / allowed
         count = int((excess > 1).sum())
         norm, allowed_norm = self._norms(errors, rounding, factor)
-        worst: list[KernelEntry] = []
+        worst: list[KernelcheckEntry] = []
         of_all_samples = excess.max(0, initial=0.0)
         for flat_index in np.argsort(-of_all_samples, axis=None, kind="stable")[:_WORST_SHOWN]:
             entry = tuple(map(int, np.unravel_index(flat_index, of_all_samples.shape)))
@@ -134,14 +134,14 @@ class ExpectedArray:
             index = int(excess[:, *entry].argmax()), *entry
             ulps = self._ulps(float(errors[index]), float(exact[index]))
             worst.append(
-                KernelEntry(entry, *map(float, (values[index], exact[index], errors[index], allowed[index], ulps)))
+                KernelcheckEntry(entry, *map(float, (values[index], exact[index], errors[index], allowed[index], ulps)))
             )
         message = ""
         if count:
             message = f"{count:,} of {exact.size:,} entries have an error larger than allowed"
         elif norm > allowed_norm:
             message = f"the root mean square of the errors is {norm:.2g}, allowed is {allowed_norm:.2g}"
-        return KernelRow(
+        return KernelcheckRow(
             passed=not message,
             message=message,
             entries=worst,
@@ -191,16 +191,16 @@ class ExpectedIntegers:
         """Returns these expectations with other values."""
         return ExpectedIntegers(exact, exact)
 
-    def overflow(self, values: Array) -> KernelRow:
+    def overflow(self, values: Array) -> KernelcheckRow:
         """Compares a kernel's values: integers do not overflow to infinity."""
         return self.compare(values)
 
-    def compare(self, values: Array, factor: float = 1.0) -> KernelRow:
+    def compare(self, values: Array, factor: float = 1.0) -> KernelcheckRow:
         """Compares a kernel's values with the expected values, which they equal or not, whatever the factor."""
         wrong = (values != self.exact) & (values != self.reference)
         count = int(wrong.sum())
         message = f"{count:,} of {wrong.size:,} entries differ from the reference" if count else ""
-        return KernelRow(passed=not count, message=message, count=count, total=wrong.size)
+        return KernelcheckRow(passed=not count, message=message, count=count, total=wrong.size)
 
 
 def expect(exact: Any, reference: Any, nearby: Any, dtype: Any) -> ExpectedArray:

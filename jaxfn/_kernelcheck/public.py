@@ -15,7 +15,7 @@ from jaxfn._gradcheck.report.progress import Progress
 from jaxfn._kernelcheck.arguments import kernel_arguments
 from jaxfn._kernelcheck.checks import NAMES, CheckOptions, CustomCheck, run_checks
 from jaxfn._kernelcheck.comparison import Float64Reference, KernelComparison
-from jaxfn._kernelcheck.report import KernelReport
+from jaxfn._kernelcheck.report import KernelcheckReport
 from jaxfn._kernelcheck.rows import PLAIN_CHECKS
 
 
@@ -35,7 +35,7 @@ def kernelcheck(
     skip: Sequence[str] = (),
     allow_zero_gradients: bool = False,
     seed: int = 0,
-) -> KernelReport:
+) -> KernelcheckReport:
     """Checks a kernel, forward and backward, against a plain reference implementation.
 
     Both run in each dtype, and the reference in float64 as well. The kernel passes if its error is at most `factor`
@@ -90,10 +90,10 @@ def kernelcheck(
       seed: The seed of all random numbers. Equal seeds give equal reports.
 
     Returns:
-      A `KernelReport`, which is true if the check passed.
+      A `KernelcheckReport`, which is true if the check passed.
 
     Raises:
-      KernelcheckError: The kernel failed; the text says where, and `error.report` has it as data.
+      CheckError: The kernel failed; the text says where, and `error.report` has it as data.
       ValueError: An option is invalid, or there is nothing to check.
       TypeError: An input or an output is complex.
       Exception: Any error of the reference.
@@ -133,7 +133,7 @@ def kernelcheck(
     if "gradients" in skip:
         arguments = replace(arguments, chosen=frozenset())
         others = others and [replace(other, chosen=frozenset()) for other in others]
-    report = KernelReport(function_name(func), function_name(reference), factor)
+    report = KernelcheckReport(function_name(func), function_name(reference), factor)
     options = CheckOptions(others, shard, custom, frozenset(skip), allow_zero_gradients)
     exact = Float64Reference(reference, arguments)
     with Progress(f"kernelcheck of {report.kernel}", "checks") as progress:

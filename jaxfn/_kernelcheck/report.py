@@ -3,43 +3,24 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import Any
 
-from jaxfn._check.reports import (
-    CheckError,
-    CheckReport,
+from jaxfn._kernelcheck.rows import PLAIN_CHECKS, KernelcheckRow
+from jaxfn._reports import (
+    Report,
     aligned,
     entry_table,
     html_table,
     preformatted,
+    public,
     show_index,
     small,
 )
-from jaxfn._kernelcheck.rows import PLAIN_CHECKS, KernelRow
 
 
-class KernelcheckError(CheckError):
-    """A kernel has larger errors than its reference allows.
-
-    Attributes:
-      report: the `KernelReport`.
-
-    Examples:
-      >>> import jax, jax.numpy as jnp, jaxfn
-      >>> def softmax(x):
-      ...     return jnp.exp(x) / jnp.exp(x).sum(-1, keepdims=True)
-      >>> try:
-      ...     jaxfn.kernelcheck(softmax, jax.nn.softmax, jax.ShapeDtypeStruct((4, 7), "float32"))
-      ... except jaxfn.KernelcheckError as error:
-      ...     print(error.report.failed_checks)
-      ['scales']
-
-    Torch counterpart: none.
-    """
-
-
+@public
 @dataclass(repr=False, eq=False)
-class KernelReport(CheckReport):
+class KernelcheckReport(Report):
     """The report of `kernelcheck`; true if it passed.
 
     Attributes:
@@ -49,15 +30,14 @@ class KernelReport(CheckReport):
       notes: how it was checked, as far as that matters for the result.
     """
 
-    error: ClassVar[type[CheckError]] = KernelcheckError
-
     kernel: str
     reference: str
     factor: float
-    rows: list[KernelRow] = field(default_factory=list[KernelRow])
+    rows: list[KernelcheckRow] = field(default_factory=list[KernelcheckRow])
+    notes: list[str] = field(default_factory=list[str])
 
     @property
-    def failures(self) -> list[KernelRow]:
+    def failures(self) -> list[KernelcheckRow]:
         """The rows that failed."""
         return [row for row in self.rows if not row.passed]
 
@@ -103,13 +83,13 @@ class KernelReport(CheckReport):
 _HEADERS = ["", "dtype", "worst entry", "error", "allowed", "ulps", "in norm", "allowed", ""]
 
 
-def _cells(row: KernelRow) -> list[str]:
+def _cells(row: KernelcheckRow) -> list[str]:
     cells = [[show_index(e.index), *map(small, (e.error, e.allowed, e.ulps))] for e in row.entries[:1]] or [[""] * 4]
     result = "" if row.passed else "WRONG"
     return [row.what, row.dtype, *cells[0], small(row.norm), small(row.allowed_norm), result]
 
 
-def _explained(row: KernelRow) -> list[str]:
+def _explained(row: KernelcheckRow) -> list[str]:
     lines = [f"{row.check}: {row.what} in {row.dtype}: {row.message}"]
     cells = [
         [show_index(e.index), f"{e.value:.7g}", f"{e.expected:.7g}", *map(small, (e.error, e.allowed, e.ulps))]

@@ -18,10 +18,10 @@ import numpy as np
 from jax.tree_util import tree_leaves
 
 from jaxfn._check.draws import draw
-from jaxfn._check.reports import first_line
 from jaxfn._jaxpr import all_eqns, open_jaxpr
 from jaxfn._parity.comparison import rounding
 from jaxfn._parity.inputs import Array, Inputs
+from jaxfn._reports import first_line
 from jaxfn._torch.values.arrays import to_jax, to_torch
 from jaxfn._tree import conjugate, is_array_leaf, is_inexact, is_none
 

@@ -14,7 +14,7 @@ import numpy as np
 
 from jaxfn._check.closeness import by_magnitude, estimated, group_scale, magnitude_groups, observed
 from jaxfn._parity.inputs import Array
-from jaxfn._parity.report import Row
+from jaxfn._parity.report import ParitycheckRow
 from jaxfn._tree import double, is_inexact
 
 # The relative rounding error of sums and products of usual length, by the coarser dtype of the two.
@@ -44,9 +44,9 @@ def compare(
     double_error: float | None,
     usual: float | None = None,
     noise: Any = 0.0,
-) -> Row:
+) -> ParitycheckRow:
     """Returns the row of an array of a function: ours, that of torch, and the tolerances; see `errors`."""
-    row = Row(function, what, expected.shape, str(expected.dtype), double_error=double_error)
+    row = ParitycheckRow(function, what, expected.shape, str(expected.dtype), double_error=double_error)
     if ours is None:
         return replace(row, verdict="missing")
     if ours.shape != expected.shape:

@@ -14,7 +14,7 @@ from jaxfn._parity.inputs import Array
 from jaxfn._parity.layers import LayerSearch
 from jaxfn._parity.module_record import LEARNING_RATE, ModuleRecord
 from jaxfn._parity.ported_module import Load, PortedModule
-from jaxfn._parity.report import ParityReport, Row
+from jaxfn._parity.report import ParitycheckReport, ParitycheckRow
 from jaxfn._tree import is_inexact
 
 # Noise of a gradient that is zero (of a bias before a normalization), relative to the largest gradient.
@@ -34,9 +34,9 @@ def check_module(
     versions: dict[str, str],
     rtol: float | None,
     atol: float | None,
-) -> ParityReport:
+) -> ParitycheckReport:
     """Returns the report of a port."""
-    report = ParityReport(record.name, function_name(func), versions | {"jax": jax.__version__})
+    report = ParitycheckReport(record.name, function_name(func), versions | {"jax": jax.__version__})
     report.notes += record.notes
     with jax.enable_x64(True):
         _ModuleCheck(PortedModule(func, load, has_buffers, record), record, report, rtol, atol).run(has_buffers)
@@ -45,7 +45,12 @@ def check_module(
 
 class _ModuleCheck:
     def __init__(
-        self, port: PortedModule, record: ModuleRecord, report: ParityReport, rtol: float | None, atol: float | None
+        self,
+        port: PortedModule,
+        record: ModuleRecord,
+        report: ParitycheckReport,
+        rtol: float | None,
+        atol: float | None,
     ) -> None:
         self._port = port
         self._record = record
@@ -81,7 +86,9 @@ class _ModuleCheck:
         self._report.rows.append(row)
 
     def _add_failure(self, what: str, array: Array, verdict: str) -> None:
-        self._report.rows.append(Row(self._report.port, what, array.shape, str(array.dtype), verdict=verdict))
+        self._report.rows.append(
+            ParitycheckRow(self._report.port, what, array.shape, str(array.dtype), verdict=verdict)
+        )
 
     def _check_outputs(self, outputs: Mapping[int, Array]) -> None:
         for what, expected in self._record.outputs.items():

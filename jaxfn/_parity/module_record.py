@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from jaxfn._check.arguments import as_arguments
-from jaxfn._check.reports import first_line
 from jaxfn._parity.backends import Measurements, draw_tensor, output_leaves, to_numpy, torch_grad
 from jaxfn._parity.inputs import Array, Inputs
+from jaxfn._reports import first_line
 from jaxfn._torch.values.arrays import to_torch
 
 LEARNING_RATE = 1e-2

@@ -12,11 +12,11 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from jaxfn._check.reports import first_line
 from jaxfn._parity.backends import Measurements, Runs
 from jaxfn._parity.comparison import expected_ulps
 from jaxfn._parity.inputs import Array
 from jaxfn._parity.module_record import ModuleRecord, module_record
+from jaxfn._reports import first_line
 
 _RUNS = ("native", "double", "nudged")
 _FORMAT = 3

@@ -20,7 +20,7 @@ from jaxfn._parity.module_check import check_module
 from jaxfn._parity.module_record import ModuleRecord, record_module
 from jaxfn._parity.oracle import Oracle, read_oracle, write_oracle
 from jaxfn._parity.ported_module import Load
-from jaxfn._parity.report import ParityReport, Row
+from jaxfn._parity.report import ParitycheckReport, ParitycheckRow
 from jaxfn._tree import is_inexact
 
 _SAMPLES = 4  # of the inputs, for which the errors of torch are measured
@@ -38,7 +38,7 @@ def paritycheck(
     load: Load | None = None,
     has_buffers: bool = False,
     steps: int = 0,
-) -> ParityReport:
+) -> ParitycheckReport:
     """Compares a JAX function with the torch function that it was ported from, on equal numbers.
 
     Outputs, the gradients of all inputs at once and of each alone, and second derivatives are computed by both, in the
@@ -78,10 +78,10 @@ def paritycheck(
         learning rate of 0.01.
 
     Returns:
-      A `ParityReport`, which is true if everything agrees. `print` shows it as a table, `to_json()` returns it as JSON.
+      A `ParitycheckReport`, which is true if everything agrees. `print` shows it as a table.
 
     Raises:
-      ParitycheckError: An array differs; the text names it and the function, and `error.report` has them as data.
+      CheckError: An array differs; the text names it and the function, and `error.report` has them as data.
       ImportError: torch is not installed, and `reference` is not a path.
       TypeError: `inputs` are missing, or were passed together with a recorded file; `load` was passed and the reference
         is not a module; `load` cannot be differentiated, or it or the port does not return a pair with `has_buffers`.
@@ -276,13 +276,13 @@ def _errors_of_torch(backend: TorchBackend, inputs: Inputs, second_order: bool, 
 
 def _compare(
     port: JaxBackend, oracle: Oracle, rtol: float | None, atol: float | None, second_order: bool
-) -> ParityReport:
+) -> ParitycheckReport:
     inputs = Inputs(oracle.args)
     expected = oracle.runs
     second_order = second_order and expected.no_second_order is None
     ours = port.runs(inputs, second_order)
     comparison = _ParityComparison(port.name, oracle, ours, rtol, atol)
-    report = ParityReport(oracle.name, port.name, {**oracle.versions, "jax": jax.__version__})
+    report = ParitycheckReport(oracle.name, port.name, {**oracle.versions, "jax": jax.__version__})
     for library, runs in ("torch", expected), ("JAX", ours):
         if runs.no_second_order is not None:
             report.notes.append(f"{library} has no second derivatives: {runs.no_second_order}")
@@ -301,7 +301,7 @@ def _compare(
             row.verdict = "intermediate" if verdict == "equal" else verdict
     for what, output in ours.native.items():
         if what.startswith("output") and what not in expected.native:
-            report.rows.append(Row(port.name, what, output.shape, str(output.dtype), verdict="extra"))
+            report.rows.append(ParitycheckRow(port.name, what, output.shape, str(output.dtype), verdict="extra"))
     verdicts = {row.verdict for row in report.rows}
     report.notes += [note for verdict, note in _NOTES.items() if verdict in verdicts]
     return report
@@ -333,7 +333,7 @@ class _ParityComparison:
         self._ours = ours
         self._tolerances = rtol, atol
 
-    def row(self, what: str) -> Row:
+    def row(self, what: str) -> ParitycheckRow:
         """Returns the row of an array of torch."""
         expected = self._oracle.runs.native[what]
         noise = self._oracle.ulps(what) * _eps(expected.dtype)

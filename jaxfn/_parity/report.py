@@ -5,25 +5,16 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import ClassVar
 
-from jaxfn._check.reports import CheckError, CheckReport, aligned, html_table, preformatted, small
+from jaxfn._reports import Report, aligned, html_table, preformatted, public, small
 
 
-class ParitycheckError(CheckError):
-    """A port computes other values than the torch original.
-
-    Attributes:
-      report: the `ParityReport`.
-
-    Torch counterpart: none.
-    """
-
-
+@public
 @dataclass
-class Row:
+class ParitycheckRow:
     """The comparison of one array.
 
     Attributes:
-      function: the name of the port.
+      port: the name of the port.
       what: the name of the array.
       shape, dtype: the shape and dtype in torch.
       max_error, relative_error: the largest errors; `None` if the arrays cannot be compared.
@@ -37,7 +28,7 @@ class Row:
 
     PASSING: ClassVar[frozenset[str]] = frozenset({"equal", "intermediate"})
 
-    function: str
+    port: str
     what: str
     shape: tuple[int, ...]
     dtype: str
@@ -48,13 +39,14 @@ class Row:
     verdict: str = "equal"
 
 
+@public
 @dataclass(frozen=True)
 class Deviation:
     """The first layer of a ported module that deviates.
 
     Attributes:
       layer: the name of the torch layer; "" for the module.
-      kind: the name of its class.
+      layer_class: the name of its class.
       what: "output", "gradient of its input", "gradient of its output" or "gradient of" one of its parameters.
       before: where the layer's own code deviates, the layer inside it whose input is wrong; "" otherwise.
       reason: what of it is in the port, with the line of the value and the order of its axes, and what is not.
@@ -64,7 +56,7 @@ class Deviation:
     """
 
     layer: str
-    kind: str
+    layer_class: str
     what: str
     before: str
     reason: str
@@ -73,7 +65,7 @@ class Deviation:
     jax: complex | None
 
     def __str__(self) -> str:
-        name = f"{self.layer} ({self.kind})" if self.layer else f"{self.kind}, the module"
+        name = f"{self.layer} ({self.layer_class})" if self.layer else f"{self.layer_class}, the module"
         numbers = ""
         if self.torch is not None:
             nearest = (
@@ -86,12 +78,13 @@ class Deviation:
 _HEADER = ["", "shape", "dtype", "error", "relative", "tolerance", "in float64", "verdict"]
 
 
+@public
 @dataclass(repr=False, eq=False)
-class ParityReport(CheckReport):
+class ParitycheckReport(Report):
     """The report of `paritycheck`; true if everything agrees, apart from derivatives of saved intermediates.
 
     Attributes:
-      function: the name of the torch function, Function or module.
+      reference: the name of the torch function, Function or module.
       port: the name of the JAX one.
       versions: the versions of torch, NumPy and JAX.
       rows: a row for each output, gradient and second derivative.
@@ -99,22 +92,21 @@ class ParityReport(CheckReport):
       notes: how it was checked, as far as that matters for the result.
     """
 
-    error: ClassVar[type[CheckError]] = ParitycheckError
-
-    function: str
+    reference: str
     port: str
     versions: dict[str, str]
-    rows: list[Row] = field(default_factory=list[Row])
+    rows: list[ParitycheckRow] = field(default_factory=list[ParitycheckRow])
     first_deviation: Deviation | None = None
+    notes: list[str] = field(default_factory=list[str])
 
     @property
-    def failures(self) -> list[Row]:
+    def failures(self) -> list[ParitycheckRow]:
         """The rows that differ."""
-        return [row for row in self.rows if row.verdict not in Row.PASSING]
+        return [row for row in self.rows if row.verdict not in ParitycheckRow.PASSING]
 
     def __str__(self) -> str:
         versions = ", ".join(f"{name} {version}" for name, version in self.versions.items())
-        name = self.port if self.port == self.function else f"{self.port}, a port of {self.function}"
+        name = self.port if self.port == self.reference else f"{self.port}, a port of {self.reference}"
         head = f"paritycheck of {name}: {'passed' if self.passed else 'FAILED'} ({versions})"
         return "\n".join([head, *aligned([_HEADER, *self._cells()]), *self._remarks()])
 

@@ -454,7 +454,7 @@ def test_gradcheck_finds_what_is_counted_more_than_once_and_says_how_often(wrong
     report = gradchecked(f, args)
     assert not report and report.mismatches[0].input.startswith("input 0")
     if factor:
-        assert report.mismatches[0].kind == times(factor, 2 if factor == 2 else 8)
+        assert report.mismatches[0].mistake == times(factor, 2 if factor == 2 else 8)
 
 
 # Losses with collectives that count once, and their arguments.
@@ -555,7 +555,7 @@ def test_a_callback_in_shard_map_is_right_where_its_result_is_cast(cast, wrap):
         agree(got, jax.grad(lambda w, x: jnp.sum(jnp.sin(w * x)), (0, 1))(*args))
         assert report
     else:
-        assert [mismatch.kind for mismatch in report.mismatches] == [times(8)] * 2
+        assert [mismatch.mistake for mismatch in report.mismatches] == [times(8)] * 2
 
 
 @pytest.fixture

@@ -59,7 +59,7 @@ def test_check_says_what_is_wrong_by_its_exit_code_and_as_json(folder):
     wrong = run(folder, "check", "functions:wrong", "--inputs", "functions:inputs", "--json")
     report = json.loads(wrong.stdout)
     assert wrong.returncode == 1 and not report["passed"]
-    assert report["reports"][0]["mismatches"][0]["kind"].startswith("a constant factor: 1.5")
+    assert report["reports"][0]["mismatches"][0]["mistake"].startswith("a constant factor: 1.5")
 
 
 WRONG = {

@@ -39,7 +39,7 @@ def test_docstring_examples(name):
     finder, runner = doctest.DocTestFinder(), doctest.DocTestRunner(optionflags=doctest.IGNORE_EXCEPTION_DETAIL)
     found = finder.find(module)  # without what is public, whose module is jaxfn
     for name in {node.name for node in ast.parse(source).body if isinstance(node, ast.ClassDef | ast.FunctionDef)}:
-        if getattr(vars(module).get(name), "__module__", None) == "jaxfn":
+        if getattr(vars(module).get(name), "__module__", None) in ("jaxfn", "jaxfn.reports"):
             found += finder.find(getattr(module, name), module=False, globs=vars(module))
     tests = {test.docstring: test for test in found}.values()
     assert sum(len(test.examples) for test in tests) >= source.count(">>> ")
@@ -60,17 +60,21 @@ def test_all_that_users_are_handed_has_a_public_name_and_a_docstring():
     namespace = {}
     exec("from jaxfn import *", namespace)
     assert set(jaxfn.__all__) <= namespace.keys()
-    lazy = ["ConvertedModule", "Explanation"] if importlib.util.find_spec("torch") else []
-    assert dir(jaxfn) == sorted([*jaxfn.__all__, "__version__", *lazy])
+    lazy = ["ConvertedModule"] if importlib.util.find_spec("torch") else []
+    assert dir(jaxfn) == sorted([*jaxfn.__all__, "reports", "__version__", *lazy]) and len(jaxfn.__all__) <= 26
     assert len(inspect.getmembers(jaxfn)) == len(dir(jaxfn))  # as help() asks for them, where there is no torch too
     assert all(getattr(jaxfn, name).__doc__ for name in jaxfn.__all__)
-    assert isinstance(jaxfn.gradcheck(lambda x: x * x, np.float64(1), return_report=True), jaxfn.GradcheckReport)
+    assert isinstance(
+        jaxfn.gradcheck(lambda x: x * x, np.float64(1), return_report=True), jaxfn.reports.GradcheckReport
+    )
 
 
 def test_the_module_of_everything_public_is_jaxfn():
-    for name in set(dir(jaxfn)) - {"__version__"}:
-        value = getattr(jaxfn, name)
-        assert value.__module__ == "jaxfn" and pickle.loads(pickle.dumps(value)) is value, name
+    places = [(jaxfn, name) for name in set(dir(jaxfn)) - {"reports", "__version__"}]
+    for module, name in [*places, *((jaxfn.reports, name) for name in dir(jaxfn.reports))]:
+        value = getattr(module, name)
+        assert value.__module__ == module.__name__ and value.__doc__, name
+        assert pickle.loads(pickle.dumps(value)) is value, name
 
 
 @row("L2")
@@ -161,8 +165,9 @@ def test_links_of_the_files_next_to_README_resolve():
 
 def test_every_public_name_is_on_the_page_of_the_API():
     pages = "".join(page.read_text() for page in (ROOT / "docs" / "api").glob("*.md"))
-    names = re.findall(r"^::: jaxfn\.(\w+)$", pages, re.MULTILINE)
-    assert sorted(names) == sorted([*jaxfn.__all__, "ConvertedModule", "Explanation"])
+    names = re.findall(r"^::: jaxfn\.([\w.]+)$", pages, re.MULTILINE)
+    types = re.findall(r"as (\w+)$", Path(jaxfn.reports.__file__).read_text(), re.MULTILINE)
+    assert sorted(names) == sorted([*jaxfn.__all__, "ConvertedModule", *(f"reports.{name}" for name in types)])
 
 
 @row("L2")

@@ -295,7 +295,7 @@ def test_journeys(name):
     elif name == "kernel":
         assert results[0] and "scales" in results[1].failed_checks
     elif name == "wrong_gradient":
-        assert results[0].mismatches[0].kind.startswith("off-diagonal") and results[1].function == "norm"
+        assert results[0].mismatches[0].mistake.startswith("off-diagonal") and results[1].function == "norm"
     else:
         total = results.total_bytes
         assert total["8-bit gelu"] < 0.4 * total["jax.nn.gelu"]

@@ -46,7 +46,7 @@ def test_the_line_of_torch_code_is_reported(around):
 @row("K2", "H1")
 def test_residuals_of_a_converted_function_have_its_name():
     ledger = jaxfn.residuals(jaxfn.from_torch(Root).apply, X, jnp.float32(2.0))
-    assert {(r.function, r.name, r.kind) for r in ledger} == {
+    assert {(r.function, r.name, r.role) for r in ledger} == {
         ("Root", "saved_tensors[0]", "intermediate"),
         ("Root", "saved_tensors[1]", "input"),
     }

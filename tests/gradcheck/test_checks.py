@@ -288,9 +288,9 @@ def test_forward_mode(fast_mode, reference):
     options = {"fast_mode": fast_mode, "reference": reference, "check_forward_ad": True}
     passes(sine(1.0), normal(3), **options)
     (mismatch,) = failure(sine(1.001), normal(3), check_backward_ad=False, **options).mismatches
-    assert mismatch.check == "forward mode"
+    assert mismatch.mode == "forward"
     if not fast_mode:
-        assert mismatch.kind == "a constant factor: 1.001 times what it should be"
+        assert mismatch.mistake == "a constant factor: 1.001 times what it should be"
 
 
 @row("G5")
@@ -318,7 +318,7 @@ def test_complex(fast_mode, reference):
     options = {"fast_mode": fast_mode, "reference": reference}
     passes(rule(saved_square, lambda ctx, g: 2 * g * ctx.saved_tensors[0].conj()), z, **options)
     report = failure(rule(saved_square, lambda ctx, g: 2 * g * ctx.saved_tensors[0]), z, **options)
-    assert report.mismatches[0].kind == "missing conjugate"
+    assert report.mismatches[0].mistake == "missing conjugate"
 
 
 @row("G5")

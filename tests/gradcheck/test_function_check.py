@@ -61,7 +61,7 @@ def test_a_wrong_vmap_method_is_found(function):
     assert jaxfn.gradcheck(function.apply, INPUTS)
     with pytest.raises(jaxfn.GradcheckError, match=r"output 0 is wrong under jax\.vmap") as caught:
         jaxfn.check(function.apply, INPUTS)
-    assert isinstance(caught.value.report, jaxfn.FunctionReport)
+    assert isinstance(caught.value.report, jaxfn.reports.CheckReport)
     if function is WrongForAnUnbatchedArgument:
         (first, second) = caught.value.report.reports[0].problems
         assert "input 0 ('x') unbatched" in first and "input 1 ('w') unbatched" in second
@@ -121,8 +121,8 @@ def test_swapped_gradients_are_named():
         return 2 * g * a * b, g * b * b
 
     first, second = failure(rule(forward, backward), (normal(3), normal(3, seed=1))).mismatches
-    assert first.kind == "swapped with the gradient of input 1 ('b')"
-    assert second.kind == "swapped with the gradient of input 0 ('a')"
+    assert first.mistake == "swapped with the gradient of input 1 ('b')"
+    assert second.mistake == "swapped with the gradient of input 0 ('a')"
 
 
 def test_reports_have_one_base_and_a_form_for_notebooks():
@@ -131,10 +131,10 @@ def test_reports_have_one_base_and_a_form_for_notebooks():
     kernel = jaxfn.kernelcheck(wrong, jnp.sin, normal(3), raise_exception=False)
     whole = jaxfn.check(wrong, normal(3), raise_exception=False)
     for report in (found, kernel, whole):
-        assert isinstance(report, jaxfn.CheckReport) and not report and report.failures
+        assert isinstance(report, jaxfn.reports.Report) and not report and report.failures
         with pytest.raises(jaxfn.CheckError) as caught:
             report.raise_if_failed()
-        assert caught.value.report is report and type(report).__name__ != "CheckReport"
+        assert caught.value.report is report and type(report).__name__ != "Report"
         assert '"passed": false' in report.to_json() and report._repr_html_().startswith("<pre>")
     assert "<svg" in found._repr_html_() and "<table>" in kernel._repr_html_()
     assert "<td>Square</td>" in jaxfn.residuals(Square.apply, 2.0)._repr_html_()

@@ -82,7 +82,7 @@ CALLABLES = {
 @cells("kind", ["function of a custom_vjp", "custom_jvp"], CALLABLES)
 def test_every_kind_of_callable(kind):
     passes(CALLABLES[kind](1), normal(3))
-    assert failure(CALLABLES[kind](-1), normal(3)).mismatches[0].kind == "wrong sign"
+    assert failure(CALLABLES[kind](-1), normal(3)).mismatches[0].mistake == "wrong sign"
 
 
 @row("G1")
@@ -176,12 +176,12 @@ def rounding(factor=1.0):
 @row("G2")
 def test_a_deliberate_rule_needs_its_surrogate():
     report = failure(rounding(), normal(3))
-    assert report.mismatches[0].kind == "a gradient where there is none"
+    assert report.mismatches[0].mistake == "a gradient where there is none"
     assert any("surrogate=" in note for note in report.notes)
     passes(rounding(), normal(3), surrogate=lambda x: x)
     passes(rounding(), normal(3), surrogate=lambda x: x, check=gradgradcheck)
     report = failure(rounding(1.1), normal(3), surrogate=lambda x: x)
-    assert report.mismatches[0].kind == "a constant factor: 1.1 times what it should be"
+    assert report.mismatches[0].mistake == "a constant factor: 1.1 times what it should be"
     assert not any("surrogate=" in note for note in report.notes)
 
 
@@ -197,7 +197,7 @@ def test_finite_differences_decide():
     assert "finite differences decided" in passes(square(2), normal(3)).notes[-1]
     report = failure(square(1), normal(3))
     assert any("finite differences decided" in note for note in report.notes)
-    assert report.mismatches[0].kind == "a constant factor: 0.5 times what it should be"
+    assert report.mismatches[0].mistake == "a constant factor: 0.5 times what it should be"
 
 
 @row("G2")
@@ -298,7 +298,7 @@ def test_the_report_notes_what_is_unusual(unusual):
     sine, note = UNUSUAL[unusual]
     report = passes(sine(1), abs(normal(3)))
     assert any(note in line for line in report.notes)
-    assert failure(sine(-1), abs(normal(3))).mismatches[0].kind.startswith("wrong sign")
+    assert failure(sine(-1), abs(normal(3))).mismatches[0].mistake.startswith("wrong sign")
 
 
 @row("G2")
@@ -540,7 +540,7 @@ def test_the_report_says_where_and_how_much():
     (mismatch,) = report.mismatches
     assert mismatch.output == "output 0['value']" and mismatch.input == "input 0 ('tree')['x'][0]"
     assert (mismatch.count, mismatch.total) == (6, 36)
-    assert mismatch.kind == "a constant factor: 2 times what it should be"
+    assert mismatch.mistake == "a constant factor: 2 times what it should be"
     worst = max(range(6), key=lambda i: abs(np.cos(x.flat[i])))
     entry = mismatch.entries[0]
     assert entry.index == entry.input_index == tuple(np.unravel_index(worst, x.shape))
@@ -550,7 +550,7 @@ def test_the_report_says_where_and_how_much():
     assert entry.error == pytest.approx(abs(expected))
     assert 0 < entry.allowed < 1e-5
     text, file_name = str(report), checking.__file__
-    for part in ("output 0['value']", "input 0 ('tree')['x'][0]", "6 of 36", mismatch.kind, "autodiff", file_name):
+    for part in ("output 0['value']", "input 0 ('tree')['x'][0]", "6 of 36", mismatch.mistake, "autodiff", file_name):
         assert part in text, text
     line = int(text.split(f"{file_name}:")[1].split()[0])
     with open(file_name) as file:
@@ -622,7 +622,7 @@ KINDS = {
 def test_kinds_of_mistakes(kind):
     first = normal(3) if "sum" in kind else normal(3, 3)
     report = failure(KINDS[kind], (first, normal(3, 3, seed=1)), argnums=0)
-    assert kind in report.mismatches[0].kind
+    assert kind in report.mismatches[0].mistake
 
 
 def test_a_check_of_more_than_two_seconds_shows_its_progress_by_tqdm(monkeypatch):

@@ -26,7 +26,7 @@ def saving(compute, choose, backward):
 
 
 def kinds(*args, **options):
-    return [mismatch.kind for mismatch in failure(*args, **options).mismatches]
+    return [mismatch.mistake for mismatch in failure(*args, **options).mismatches]
 
 
 def sigmoid_rule(g, y):
@@ -269,7 +269,7 @@ KINKS = {
 @pytest.mark.parametrize("what", KINKS)
 def test_a_kink_is_named(what):
     report = failure(*KINKS[what])
-    assert {mismatch.kind for mismatch in report.mismatches} == {"a kink of the function"}
+    assert {mismatch.mistake for mismatch in report.mismatches} == {"a kink of the function"}
     assert any(note.startswith("kink: the rule is right a small step away") for note in report.notes)
     assert not any("surrogate=" in note for note in report.notes)
 

@@ -138,7 +138,7 @@ def test_the_culprit_is_named(culprit, place, number, style, around, capsys):
     assert found is not None
     method = "backward" if place == "gradient" else "forward"
     assert (found.function, found.method, found.array) == (culprit, method, TOLD[place])
-    assert (found.kind, found.operation) == (number, OPERATIONS[number])
+    assert (found.number, found.operation) == (number, OPERATIONS[number])
     assert found.index[-1 if around != "vmap over columns" else 0] in (1, 0)
     lines, first = inspect.getsourcelines(poison)
     assert any(f"test_find_nan.py:{first + i}:" in found.line for i in range(len(lines)))
@@ -262,7 +262,7 @@ FOUND = {
         {"function": "Second", "method": "forward", "operation": "log", "enclosing": ("while: step 3",)},
     ),
     "the first of several": (
-        lambda x: INF_THEN_NAN(x, WHEN) + SAVED_NAN(x, WHEN), [X], {"function": "Second", "kind": "inf"},
+        lambda x: INF_THEN_NAN(x, WHEN) + SAVED_NAN(x, WHEN), [X], {"function": "Second", "number": "inf"},
     ),
     "a Python number": (lambda x: root(x - 5.0), [2], {"function": "root", "method": "forward", "operation": "sqrt"}),
     "a Python number that is a static argument": (
@@ -270,7 +270,7 @@ FOUND = {
     ),
     "an infinity that nothing comes of": (safe_reciprocal, [jnp.array([0.0, 2.0])], None),
     "and the NaN of its derivative": (  # which begins where zero is divided by
-        jax.grad(lambda x: jnp.where(x == 0, 0.0, 1 / x).sum()), [jnp.array([0.0, 2.0])], {"kind": "inf"},
+        jax.grad(lambda x: jnp.where(x == 0, 0.0, 1 / x).sum()), [jnp.array([0.0, 2.0])], {"number": "inf"},
     ),
     "a mask of infinities": (attention, [jnp.ones((2, 3)), TWO_ROWS], None),
     "a literal infinity in a result": (
@@ -278,26 +278,26 @@ FOUND = {
     ),
     "an infinity that was passed in": (lambda x: 2 * x, [jnp.array([1.0, jnp.inf])], None),
     "a NaN in one result, after an infinity in another": (
-        lambda x: (jnp.log(0 * x), jnp.sqrt(-x)), [jnp.ones(2)], {"kind": "nan", "operation": "sqrt"},
+        lambda x: (jnp.log(0 * x), jnp.sqrt(-x)), [jnp.ones(2)], {"number": "nan", "operation": "sqrt"},
     ),
     "a captured NaN": (
         lambda x: x + NAN_WEIGHT, [jnp.ones(2)],
-        {"kind": "nan", "array": "a constant of the program", "shape": (2,), "index": (1,)},
+        {"number": "nan", "array": "a constant of the program", "shape": (2,), "index": (1,)},
     ),
     "a mask that leaves nothing": (
-        attention, [jnp.ones((2, 3)), TWO_ROWS.at[0].set(False)], {"kind": "nan", "index": (0, 0)},
+        attention, [jnp.ones((2, 3)), TWO_ROWS.at[0].set(False)], {"number": "nan", "index": (0, 0)},
     ),
     "an argument": (
         lambda p: (p["w"] * 2).sum(), [{"b": X, "w": jnp.array([1.0, jnp.nan])}],
-        {"operation": "argument", "array": "args[0]['w']", "kind": "nan", "index": (1,)},
+        {"operation": "argument", "array": "args[0]['w']", "number": "nan", "index": (1,)},
     ),
     "an argument with an infinity before": (
         lambda x: jnp.exp(-x), [jnp.array([jnp.inf, jnp.nan])],
-        {"operation": "argument", "array": "args[0]", "kind": "nan", "index": (1,)},
+        {"operation": "argument", "array": "args[0]", "number": "nan", "index": (1,)},
     ),
     "a constant": (
         lambda x: x + jnp.array([1, jnp.nan]), [jnp.array([jnp.inf, 1.0])],
-        {"kind": "nan", "array": "a constant of the program"},
+        {"number": "nan", "array": "a constant of the program"},
     ),
     "a value inside that no result shows": (  # of forward alone
         lambda x: jnp.sign(SAVED_NAN(x, WHEN)), [X],
@@ -310,7 +310,7 @@ FOUND = {
     "what is selected": (selected, [jnp.array([0.0, -1.0])], {"operation": "sqrt"}),
     "a NaN, which an infinity does not lead to": (
         lambda x, y: (jnp.log(y) + jnp.sqrt(x)).sum(), [jnp.array([-1.0, 2]), jnp.array([1.0, 0])],
-        {"kind": "nan", "operation": "sqrt"},
+        {"number": "nan", "operation": "sqrt"},
     ),
     "a scope of the user": (in_user_scope, [X - 1], {"function": None}),
     "a scope of the user in a Function": (
@@ -318,22 +318,22 @@ FOUND = {
     ),
     "2000 operations before the end": (halved_2000_times, [jnp.array([1.0, -1.0])], {"operation": "log"}),
     "complex": (lambda x: jnp.log(x * 1j), [jnp.array([1.0, 0.0])], {"index": (1,)}),
-    "bfloat16": (jnp.exp, [jnp.array([1.0, 100.0], jnp.bfloat16)], {"kind": "inf", "index": (1,)}),
+    "bfloat16": (jnp.exp, [jnp.array([1.0, 100.0], jnp.bfloat16)], {"number": "inf", "index": (1,)}),
     "a mask that is saved": (jax.grad(logsumexp), [jnp.array([-1.0, 1.0, 2.0])], None),
     "a jvp that is transposed": (
         jax.grad(lambda x: root(x).sum()), [jnp.array([4.0, 0.0])],
-        {"kind": "inf", "operation": "div", "index": (1,)},
+        {"number": "inf", "operation": "div", "index": (1,)},
     ),
     "no result of a shard_map": (  # its backward replaces a NaN that it has saved
         lambda x: loss_of(over_devices(SAVED_NAN))(x, WHEN), [X], None,
     ),
     "before a shard_map": (
         lambda x: over_devices(lambda x, when: x * 2)(jnp.log(x), WHEN).sum(), [-X],
-        {"kind": "nan", "operation": "log"},
+        {"number": "nan", "operation": "log"},
     ),
     "a step of a solver": (  # which divides by the length of what the matrix makes of a vector, here zero
         lambda b: jax.scipy.sparse.linalg.cg(lambda v: 0 * v, b)[0], [X],
-        {"kind": "inf", "operation": "div", "enclosing": ("while: step 0",)},
+        {"number": "inf", "operation": "div", "enclosing": ("while: step 0",)},
     ),
     "a singular matrix": (
         jnp.linalg.solve, [jnp.array([[1.0, 2.0], [2.0, 4.0]]), jnp.ones(2)],
@@ -341,7 +341,7 @@ FOUND = {
     ),
     "a choice by platform": (
         lambda x: jax.lax.platform_dependent(x, tpu=jnp.sin, cpu=jnp.log), [X - 0.4],
-        {"kind": "nan", "operation": "log"},
+        {"number": "nan", "operation": "log"},
     ),
 }  # fmt: skip
 
@@ -364,7 +364,7 @@ def test_in_plain_code_the_operation_and_its_line_are_named():
         return (z * 0).sum()
 
     found = jaxfn.find_nan(f, x=jnp.array([[3.0, 2.0], [1.0, 4.0]]))
-    assert (found.function, found.kind, found.index, found.shape) == (None, "inf", (1, 0), (2, 2))
+    assert (found.function, found.number, found.index, found.shape) == (None, "inf", (1, 0), (2, 2))
     lines, first = inspect.getsourcelines(f)
     culprit = next(i for i, line in enumerate(lines) if "culprit" in line)
     assert f"test_find_nan.py:{first + culprit}:" in found.line
@@ -391,7 +391,7 @@ def test_what_cannot_be_looked_into_is_said():
 def test_a_shard_map_is_reported_as_one_operation(around, inside, place):
     f = AROUND[around](over_devices(chain("Second", place, "nan", "reverse")))
     found = jaxfn.find_nan(loss_of(f), X, WHEN)
-    assert (found.function, found.method, found.kind, found.operation) == (None, None, "nan", "shard_map")
+    assert (found.function, found.method, found.number, found.operation) == (None, None, "nan", "shard_map")
     assert "test_find_nan.py:" in found.line
     assert found.enclosing == inside
     assert str(found).startswith("nan first appears in a shard_map that is called in code outside any Function\n")
@@ -421,7 +421,7 @@ def test_a_linear_solver_is_looked_into():
 
     b = jnp.array([1.0, -2.0, 3.0])
     found = jaxfn.find_nan(jax.jit(solved), b, X)
-    assert (found.kind, found.operation, found.index) == ("nan", "log", (1,))
+    assert (found.number, found.operation, found.index) == ("nan", "log", (1,))
     assert line_with("log") in found.line
     found = jaxfn.find_nan(jax.vmap(solved, in_axes=(0, None)), jnp.stack([b * b, b]), X)
     assert (found.operation, found.index) == ("log", (1, 1))

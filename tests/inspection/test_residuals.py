@@ -127,7 +127,7 @@ def test_the_rows_are_the_arrays_of_the_pullback(around):
 @pytest.mark.parametrize("around", ["jit", "scan", "checkpoint, everything", "shard_map"])
 def test_each_residual_is_said_to_be_what_was_saved(around):
     ledger = jaxfn.residuals(AROUND[around](network), jnp.ones((4, 3)), jnp.ones((4, 3)))
-    saved = {(r.function, r.name, r.kind) for r in ledger if r.function != "JAX"}
+    saved = {(r.function, r.name, r.role) for r in ledger if r.function != "JAX"}
     assert saved == {
         ("square", "x", "input"),
         ("modulated", "saved_tensors[0]", "input"),
@@ -224,7 +224,7 @@ def test_integers_constants_and_outputs():
         return y, y[index] * table, index
 
     ledger = jaxfn.residuals(f, jnp.ones(6), jnp.array([0, 2, 1, 1, 5, 3]))
-    kinds = {r.kind for r in ledger}
+    kinds = {r.role for r in ledger}
     assert {"output", "constant"} <= kinds
     assert ledger.total_bytes == sum(x.nbytes for x in saved_by_jax(f, jnp.ones(6), jnp.array([0, 2, 1, 1, 5, 3])))
 
@@ -573,7 +573,10 @@ def test_tables_and_comparisons_are_data_and_html():
     content = json.loads(json.dumps(comparison.to_dict()))
     assert list(content) == ["no checkpoint", "a<b"]
     for name, table in comparison.items():
-        rows = [jaxfn.Residual(**r | {k: tuple(r[k]) for k in ("shape", "enclosing")}) for r in content[name]["rows"]]
+        rows = [
+            jaxfn.reports.Residual(**r | {k: tuple(r[k]) for k in ("shape", "enclosing")})
+            for r in content[name]["rows"]
+        ]
         assert rows == list(table) != []
         assert content[name]["total_bytes"] == table.total_bytes
         assert content[name]["bytes_by_function"] == table.bytes_by_function

@@ -11,9 +11,10 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 
-from jaxfn import KernelcheckError, KernelReport, kernelcheck
+from jaxfn import CheckError, kernelcheck
 from jaxfn._kernelcheck.error_bounds import expect
 from jaxfn._kernelcheck.float64 import promote_to_float64
+from jaxfn.reports import KernelcheckReport
 from tests.support.checking import rule
 from tests.support.kernel_faults import KERNELS, all_but, shape
 from tests.support.marks import cells, row, slow
@@ -36,7 +37,7 @@ wrong_sine = rule(saved(jnp.sin), lambda ctx, g: g * jnp.sin(ctx.saved_tensors[0
 @row("K1")
 def test_a_report_that_is_true():
     report = kernelcheck(sine, jnp.sin, np.linspace(-2, 2, 7))
-    assert isinstance(report, KernelReport) and report and report.passed and not report.failures
+    assert isinstance(report, KernelcheckReport) and report and report.passed and not report.failures
     assert report.checks[:6] == ["outputs", "gradients", "determinism", "scales", "constants", "vacuous"]
     assert {"jit", "padding", "vmap", "sizes", "donation"} <= set(report.checks)
     row = report.rows[0]
@@ -52,7 +53,7 @@ def test_a_report_that_is_true():
 
 @row("K1")
 def test_an_error_that_says_what_is_wrong_and_where():
-    with pytest.raises(KernelcheckError) as caught:
+    with pytest.raises(CheckError) as caught:
         kernelcheck(wrong_sine, jnp.sin, np.linspace(-2, 2, 7), skip=QUICK)
     report = caught.value.report
     assert report.failed_checks == ["gradients"]

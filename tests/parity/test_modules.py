@@ -600,7 +600,7 @@ def test_the_report_as_text_json_and_html():
     assert reason.startswith("its input is in the port (") and "(Port.attention)" in reason
     line = "first layer that deviates: blocks.1.attn.proj (Linear), output"
     assert line in str(report) and line in report._repr_html_()
-    with pytest.raises(jaxfn.ParitycheckError, match="first layer that deviates: norm"):
+    with pytest.raises(jaxfn.CheckError, match="first layer that deviates: norm"):
         jaxfn.paritycheck(lambda p, x: Port(p, p["bn"], ("eps", "norm"))(x), network(), INPUTS, load=load)
 
 
@@ -638,7 +638,7 @@ def test_the_end_of_the_module_deviates():
     net = network()
     report = jaxfn.paritycheck(lambda p, x: 2 * Port(p, p["bn"])(x), net, INPUTS, load=load, raise_exception=False)
     first = report.first_deviation
-    assert (first.layer, first.kind) == ("", "Net") and first.jax == pytest.approx(2 * first.torch)
+    assert (first.layer, first.layer_class) == ("", "Net") and first.jax == pytest.approx(2 * first.torch)
 
 
 @row("H6b")

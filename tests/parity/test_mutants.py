@@ -23,7 +23,7 @@ QUICK = {
 }
 
 
-def report_of(define, base: Base, seed: int) -> jaxfn.ParityReport:
+def report_of(define, base: Base, seed: int) -> jaxfn.reports.ParitycheckReport:
     with jax.enable_x64(True):
         return jaxfn.paritycheck(
             define(Jax), base.define(torch_library()), generated(base.inputs, seed), raise_exception=False

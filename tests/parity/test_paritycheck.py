@@ -230,13 +230,13 @@ def test_another_number_of_outputs_is_said_once_and_right_gradients_are_equal(tm
         return jnp.sin(x), jnp.cos(x)
 
     (x,) = random((3, 2))
-    with pytest.raises(jaxfn.ParitycheckError, match="^paritycheck of port, a port of one: FAILED ") as failure:
+    with pytest.raises(jaxfn.CheckError, match="^paritycheck of port, a port of one: FAILED ") as failure:
         jaxfn.paritycheck(port, one, [x])
     report = failure.value.report
     wrong = {what: verdict for what, verdict in verdicts(report).items() if verdict != "equal"}
     assert wrong == {"output 1": "extra"} and "gradient of input 0" in verdicts(report)
     assert report.notes[0].endswith("Derivatives are those of output 0 alone.")
-    assert (report.port, report.function, report.failures[0].function) == ("port", "one", "port")
+    assert (report.port, report.reference, report.failures[0].port) == ("port", "one", "port")
     doubled = jaxfn.paritycheck(lambda x: (port(x)[0] * 2, x), one, [x], raise_exception=False)
     assert verdicts(doubled)["gradient of input 0"] == "formula"  # a wrong gradient is still found
 
@@ -291,7 +291,7 @@ class TorchSine(torch.nn.Module):
 def test_a_report_names_the_functions(port, reference, names):
     report = jaxfn.paritycheck(port, reference, random((3,)), second_order=False)
     assert str(report).startswith(f"paritycheck of {names}: passed (")
-    assert {row.function for row in report.rows} == {report.port} == {names.partition(",")[0]}
+    assert {row.port for row in report.rows} == {report.port} == {names.partition(",")[0]}
 
 
 @row("H6")

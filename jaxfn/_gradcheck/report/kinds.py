@@ -63,7 +63,8 @@ def name_swapped(mismatches: Sequence[Mismatch]) -> None:
             if first is None or second is None or of_a is None or of_b is None or of_a.shape != of_b.shape:
                 continue
             if of_a.any() and of_b.any() and _is_rather(first, of_b, of_a) and _is_rather(second, of_a, of_b):
-                a.kind, b.kind = f"swapped with the gradient of {b.input}", f"swapped with the gradient of {a.input}"
+                a.mistake = f"swapped with the gradient of {b.input}"
+                b.mistake = f"swapped with the gradient of {a.input}"
 
 
 def _reference(mismatch: Mismatch) -> Matrix | None:

@@ -9,18 +9,19 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from jaxfn._check.reports import (
+from jaxfn._gradcheck.report.plot import draw
+from jaxfn._reports import (
     CheckError,
-    CheckReport,
     Entry,
     Number,
+    Report,
     Row,
     entry_table,
     preformatted,
+    public,
     show_index,
     small,
 )
-from jaxfn._gradcheck.report.plot import draw
 
 
 class GradcheckError(CheckError):
@@ -42,13 +43,14 @@ class GradcheckError(CheckError):
       >>> try:
       ...     jaxfn.gradcheck(sine, np.array([0.5, 1.0]))
       ... except jaxfn.GradcheckError as error:
-      ...     print(error.report.mismatches[0].kind)
+      ...     print(error.report.mismatches[0].mistake)
       wrong sign
 
     Torch counterpart: `torch.autograd.gradcheck.GradcheckError`.
     """
 
 
+@public
 @dataclass(frozen=True)
 class JacobianEntry(Entry):
     """A wrong entry of a Jacobian.
@@ -67,24 +69,26 @@ class JacobianEntry(Entry):
     autodiff: Number | None
 
 
+@public
 @dataclass(kw_only=True)
 class Mismatch(Row):
     """The derivative of one output with respect to one input is wrong.
 
     Attributes:
-      check: "backward" or "forward mode".
+      mode: "reverse" or "forward".
       output, input: the names of both, with paths into pytrees.
       output_shape, input_shape: the shapes of both.
       count, total: the number of wrong entries, and of all; of random projections in fast mode.
-      kind: the kind of mistake, if the Jacobian shows it clearly.
+      mistake: the kind of mistake, if the Jacobian shows it clearly.
       matrices: the whole Jacobian as "analytic", "numeric" and "autodiff", if it is small.
     """
 
+    mode: str
     output: str
     input: str
     output_shape: tuple[int, ...]
     input_shape: tuple[int, ...]
-    kind: str | None = None
+    mistake: str | None = None
     matrices: dict[str, np.ndarray[Any, Any]] = field(default_factory=dict[str, np.ndarray[Any, Any]])
 
     def __post_init__(self) -> None:
@@ -92,8 +96,9 @@ class Mismatch(Row):
         self.what = f"{self.output} {self.output_shape} with respect to {self.input} {self.input_shape}"
 
 
+@public
 @dataclass(repr=False, eq=False)
-class GradcheckReport(CheckReport):
+class GradcheckReport(Report):
     """The report of `gradcheck` or `gradgradcheck`; true if it passed.
 
     Attributes:
@@ -105,12 +110,13 @@ class GradcheckReport(CheckReport):
       source: the locations of the function's rules, "file:line".
     """
 
-    error: ClassVar[type[CheckError]] = GradcheckError
+    _error: ClassVar[type[CheckError]] = GradcheckError
 
     function: str
     check: str
     mismatches: list[Mismatch] = field(default_factory=list[Mismatch])
     problems: list[str] = field(default_factory=list[str])
+    notes: list[str] = field(default_factory=list[str])
     source: list[str] = field(default_factory=list[str])
 
     @property
@@ -163,10 +169,10 @@ class GradcheckReport(CheckReport):
 
 
 def _mismatch_lines(mismatch: Mismatch) -> list[str]:
-    name = "backward" if mismatch.check == "backward" else "forward-mode derivative"
+    name = "backward" if mismatch.mode == "reverse" else "forward-mode derivative"
     lines = [f"wrong {name} of {mismatch.what}: {mismatch.count:,} of {mismatch.total:,} entries"]
-    if mismatch.kind:
-        lines.append(f"  looks like: {mismatch.kind}")
+    if mismatch.mistake:
+        lines.append(f"  looks like: {mismatch.mistake}")
     return lines + (entry_table(_HEADER, list(map(_cells, mismatch.entries)), "  ") if mismatch.entries else [])
 
 

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import html
 import inspect
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+from jaxfn._reports import Report, public
 from jaxfn._torch.convert.definition import Definition
 from jaxfn._torch.convert.lifting import ORIGINAL
 from jaxfn._torch.convert.traced_code import TracedCode, TracedForward
@@ -17,7 +17,8 @@ from jaxfn._torch.graph.targets import operation_name
 from jaxfn._torch.values.errors import TranslationError
 
 
-class Part:
+@public
+class ExplainedMethod:
     """One traced method (`forward` or `backward`), explained.
 
     Attributes:
@@ -47,6 +48,12 @@ class Part:
             self.unsupported = traced.unsupported
             self.draws = traced.draws
 
+    def to_dict(self) -> dict[str, Any]:
+        """Returns the explanation of the method as plain Python values."""
+        texts = {name: _texts(getattr(self, name)) for name in ("functions", "reads")}
+        missing = [entry.operation for entry in self.unsupported]
+        return vars(self) | texts | {"unsupported": missing, "error": self.error and str(self.error)}
+
     def __str__(self) -> str:
         if self.error is not None:
             return f"{self.name} cannot be traced:\n{_indent(str(self.error))}" + self._functions_and_unsupported()
@@ -70,6 +77,7 @@ class Part:
         )
 
 
+@public
 class AppliedFunction(NamedTuple):
     """A torch Function that traced code applies, with the location of its definition (`file:line`).
 
@@ -108,8 +116,9 @@ def _describe_function(function: Any, definition: Definition, times: int) -> App
     return AppliedFunction(definition.name, location, times, tuple(rules))
 
 
+@public
 @dataclass(frozen=True, repr=False, eq=False)
-class Explanation:
+class Explanation(Report):
     """An explanation of how torch code is translated for certain arguments. Prints as text; true if it is supported.
 
     Attributes:
@@ -119,30 +128,29 @@ class Explanation:
         assumed values. Their `line.callable` is a function that `ops=` can name.
     """
 
-    __module__ = "jaxfn"
-
     name: str
-    parts: Sequence[Part]
+    parts: Sequence[ExplainedMethod]
     values_needed: Sequence[Read] = ()
 
     @property
     def is_supported(self) -> bool:
         """Whether all of the code can run on JAX."""
-        return not any(part.error or part.unsupported for part in self.parts)
+        return self.passed
 
-    def __bool__(self) -> bool:
-        return self.is_supported
+    @property
+    def failures(self) -> list[ExplainedMethod]:
+        """The parts that cannot run on JAX."""
+        return [part for part in self.parts if part.error or part.unsupported]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Returns the explanation as plain Python values; errors, operations and reads as text."""
+        parts = [part.to_dict() for part in self.parts]
+        return {"name": self.name, "parts": parts, "values_needed": _texts(self.values_needed), "passed": self.passed}
 
     def __str__(self) -> str:
         reads = "".join(map(str, self.values_needed))
         needed = [f"concrete values of tensors that Python code reads:{reads}"] if reads else []
         return "\n\n".join([self.name, *map(str, self.parts), *needed])
-
-    __repr__ = __str__
-
-    def _repr_html_(self) -> str:
-        """Returns the explanation for a notebook."""
-        return f"<pre>{html.escape(str(self))}</pre>"
 
 
 class Conversion(NamedTuple):
@@ -152,6 +160,10 @@ class Conversion(NamedTuple):
     call: Callable[..., Any]
     key_name: str
     explain: Callable[[tuple[Any, ...], dict[str, Any]], Explanation]
+
+
+def _texts(items: Sequence[Any]) -> list[str]:
+    return [str(item).strip() for item in items]
 
 
 def _indent(text: Any) -> str:

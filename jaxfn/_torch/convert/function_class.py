@@ -20,7 +20,7 @@ from jaxfn._methods import UserMethods
 from jaxfn._once_differentiable import once_differentiable
 from jaxfn._primitives import guard
 from jaxfn._torch.convert.definition import Definition
-from jaxfn._torch.convert.explain import Conversion, Explanation, Part
+from jaxfn._torch.convert.explain import Conversion, ExplainedMethod, Explanation
 from jaxfn._torch.convert.traced_code import TensorSpec, TracedForward, TracedRule, TracedVmap, TraceLookup, tensor_spec
 from jaxfn._torch.graph.reads import Answerer, are_concrete
 from jaxfn._torch.trace.jax_function_node import ACTIVE_BACKWARD, inside_backward
@@ -295,14 +295,14 @@ class FunctionAdapter:
         try:
             traced, results = lookup._replace(warn=_do_not_warn).find(arrays, key)
         except TranslationError as error:
-            return Explanation(self.definition.name, [Part("forward", None, error)])
-        parts = [Part("forward", traced)]
+            return Explanation(self.definition.name, [ExplainedMethod("forward", None, error)])
+        parts = [ExplainedMethod("forward", traced)]
         try:
             backward = self._explained_backward(_ForwardCall(traced, arguments.template, arrays, key, results))
         except TranslationError as error:
-            parts.append(Part("backward", None, error))
+            parts.append(ExplainedMethod("backward", None, error))
         else:
-            parts += [] if backward is None else [Part("backward", backward)]
+            parts += [] if backward is None else [ExplainedMethod("backward", backward)]
         return Explanation(self.definition.name, parts)
 
     def _explained_backward(self, call: _ForwardCall) -> TracedRule | None:

@@ -15,7 +15,7 @@ import torch
 from jaxfn._primitives import DeferredError, guard
 from jaxfn._torch._compat import without_functions
 from jaxfn._torch.convert.definition import TorchCode, with_key
-from jaxfn._torch.convert.explain import Conversion, Explanation, Part
+from jaxfn._torch.convert.explain import Conversion, ExplainedMethod, Explanation
 from jaxfn._torch.convert.traced_code import TensorSpec, TracedCode, TraceLookup, requiring_no_change
 from jaxfn._torch.graph.reads import NO_VALUES, Answerer, AssumedValues, Read
 from jaxfn._torch.trace.leaks import checking_leaks
@@ -170,10 +170,10 @@ class TorchCallable:
         name, request = self.code.name, self._make_request(arguments, num_parameter_args)
         try:
             with checking_leaks(name):
-                return Explanation(name, [Part("forward", request())])
+                return Explanation(name, [ExplainedMethod("forward", request())])
         except TranslationError as error:
             traced, reads = _trace_with_assumed_values(request)
-            return Explanation(name, [Part("forward", traced, error)], reads)
+            return Explanation(name, [ExplainedMethod("forward", traced, error)], reads)
 
     def _make_request(self, arguments: tuple[Any, ...], num_parameter_args: int) -> _TraceRequest:
         flat = flatten_tensors(arguments, is_array_leaf, shares_containers=True)

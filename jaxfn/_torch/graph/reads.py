@@ -22,6 +22,7 @@ import torch
 from jax import lax
 from torch.fx import Graph, Node
 
+from jaxfn._reports import public
 from jaxfn._torch.graph.int64 import LARGEST, has_int64, saturate_to_int32
 from jaxfn._torch.graph.interpreter import TranslatedGraph, unsupported_message
 from jaxfn._torch.graph.source_lines import Line, format_line
@@ -32,6 +33,7 @@ from jaxfn._traces import elements_under_vmaps, is_concrete, manual_axes_here, s
 STAYS = "stays"  # The source of a number's "answer" if it is not read.
 
 
+@public
 class Read(NamedTuple):
     """A traced tensor whose values Python code read.
 

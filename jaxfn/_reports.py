@@ -1,4 +1,4 @@
-"""The base of the reports of `gradcheck`, `kernelcheck` and `paritycheck`, and text tables for reports."""
+"""The base of all reports, of their rows and entries, and text tables for reports."""
 
 from __future__ import annotations
 
@@ -6,14 +6,22 @@ import html
 import json
 import math
 from collections.abc import Collection, Sequence
-from dataclasses import asdict, dataclass, field
-from typing import Any, ClassVar
+from dataclasses import asdict, dataclass
+from typing import Any, ClassVar, TypeVar
 
 import numpy as np
 
 Number = float | complex
+_Class = TypeVar("_Class", bound=type)
 
 
+def public(cls: _Class) -> _Class:
+    """Sets the module of a public type, which pickles and tracebacks name."""
+    cls.__module__ = "jaxfn.reports"
+    return cls
+
+
+@public
 @dataclass(frozen=True)
 class Entry:
     """A wrong entry of an array, or of a Jacobian.
@@ -31,12 +39,12 @@ class Entry:
     allowed: float
 
 
+@public
 @dataclass
 class Row:
     """The result of a check for one array.
 
     Attributes:
-      check: the name of the check.
       what: the array, and the conditions of the check.
       passed: whether it passed.
       message: the failure or a remark, as text.
@@ -44,7 +52,6 @@ class Row:
       count, total: the number of wrong entries, and of all entries.
     """
 
-    check: str = ""
     what: str = ""
     passed: bool = True
     message: str = ""
@@ -57,7 +64,19 @@ class CheckError(RuntimeError):
     """A check failed.
 
     Attributes:
-      report: the `CheckReport` of the check.
+      report: the report of the check.
+
+    Examples:
+      >>> import jax, jax.numpy as jnp, jaxfn
+      >>> def softmax(x):
+      ...     return jnp.exp(x) / jnp.exp(x).sum(-1, keepdims=True)
+      >>> try:
+      ...     jaxfn.kernelcheck(softmax, jax.nn.softmax, jax.ShapeDtypeStruct((4, 7), "float32"))
+      ... except jaxfn.CheckError as error:
+      ...     print(error.report.failed_checks)
+      ['scales']
+
+    Torch counterpart: none.
     """
 
     def __init__(self, report: Any) -> None:
@@ -68,22 +87,16 @@ class CheckError(RuntimeError):
         return type(self), (self.report,)
 
 
-@dataclass(eq=False)
-class CheckReport:
-    """The report of a check; true if it passed.
+@public
+class Report:
+    """The base of everything that checks and tools report. Prints as text; true if nothing is wrong."""
 
-    Attributes:
-      notes: how it was checked, as far as that matters for the result.
-    """
-
-    error: ClassVar[type[CheckError]] = CheckError
-
-    notes: list[str] = field(default_factory=list[str], kw_only=True)
+    _error: ClassVar[type[CheckError]] = CheckError
 
     @property
     def failures(self) -> Sequence[Any]:
         """Everything that is wrong."""
-        raise NotImplementedError
+        return ()
 
     @property
     def passed(self) -> bool:
@@ -94,13 +107,14 @@ class CheckReport:
         return self.passed
 
     def raise_if_failed(self) -> None:
-        """Raises the error of the check, with this report, unless it passed."""
+        """Raises a `CheckError` with this report (`GradcheckError` for those of the gradchecks), unless it passed."""
         if not self.passed:
-            raise self.error(self)
+            raise self._error(self)
 
     def to_dict(self) -> dict[str, Any]:
         """Returns the report as plain Python values."""
-        return asdict(self) | {"passed": self.passed}
+        content: Any = self  # a dataclass, unless the method is overridden
+        return asdict(content) | {"passed": self.passed}
 
     def to_json(self) -> str:
         """Returns the report as JSON; complex numbers and numbers that are not finite are strings."""
