@@ -64,7 +64,7 @@ def main(bits: int = 3) -> None:
         assert error(jnp.float32(start)) > 1.5 * best and error(step) < 1.02 * best
     with jax.enable_x64(True):
         inputs = jnp.array([-2.13, -0.61, 0.07, 0.38, 1.94]), jnp.array(0.45), bits
-        assert jaxfn.gradcheck(quantize, inputs, surrogate=surrogate, reference="autodiff")
+        assert jaxfn.gradcheck(quantize, inputs, surrogate=surrogate, against="autodiff")
 
 
 if __name__ == "__main__":

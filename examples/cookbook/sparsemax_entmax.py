@@ -79,7 +79,7 @@ def main() -> None:
     assert error > 0.1
     with jax.enable_x64(True):
         inputs = jnp.array([[0.3, -1.2, 0.8, 0.5], [2.0, 0.1, 1.7, -0.4]])
-        assert jaxfn.gradcheck(entmax, inputs, reference="finite_differences", check_forward_ad=True)
+        assert jaxfn.gradcheck(entmax, inputs, against="finite_differences", check_forward_ad=True)
         assert jaxfn.gradgradcheck(entmax, inputs)
 
 

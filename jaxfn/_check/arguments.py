@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -14,7 +15,8 @@ import jax
 import jax.numpy as jnp
 from jax.tree_util import keystr, tree_map_with_path
 
-from jaxfn._function import show_signature
+from jaxfn._function import Function, show_signature
+from jaxfn._torch import runs_on_jax
 from jaxfn._tree import TreeSpec, double, flatten, is_array_leaf, is_inexact, is_none, leaves_with_path
 
 
@@ -39,6 +41,39 @@ class Arguments:
         """Calls a function with other values, and with other arrays in place of `others`."""
         remaining = {True: iter(values), False: iter(self.others if others is None else others)}
         return function(*self.spec.unflatten(next(remaining[is_value]) for is_value in self.is_value))
+
+
+def as_function(func: Any, check: str) -> Callable[..., Any]:
+    """Returns the function that a check is called with: of a Function class its `apply`.
+
+    Raises:
+      TypeError: `func` is torch code, or cannot be called.
+    """
+    if isinstance(func, type) and issubclass(func, Function):
+        return func.apply
+    if not runs_on_jax(func) and _is_of_torch(func):
+        name = function_name(func)
+        raise TypeError(
+            f"{check} takes a JAX function, and {name} is torch code. Convert it with jaxfn.from_torch({name}), or "
+            f"compare a port with it by jaxfn.paritycheck(port, {name}, inputs)."
+        )
+    if not callable(func):
+        raise TypeError(f"{check} takes a Function class or a function, got {func!r}")
+    return func
+
+
+def _is_of_torch(func: Any) -> bool:
+    """Whether a class, or that of an instance or a method, is torch's or derived from one of torch."""
+    owner = getattr(func, "__self__", func)
+    bases = owner.__mro__ if isinstance(owner, type) else type(owner).__mro__
+    return any(base.__module__.partition(".")[0] == "torch" for base in bases)
+
+
+def require_numbers(check: str, *, can_be_zero: bool = False, **options: float | None) -> None:
+    """Raises a `ValueError` unless the options are `None`, or finite and positive (or zero)."""
+    for name, number in options.items():
+        if number is not None and not (math.isfinite(number) and (number > 0 or (can_be_zero and number == 0))):
+            raise ValueError(f"{check}: {name}={number!r}, expected a finite number {'>=' if can_be_zero else '>'} 0")
 
 
 def as_arguments(inputs: Any) -> tuple[Any, ...]:

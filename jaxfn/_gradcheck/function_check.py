@@ -9,7 +9,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxfn._check.arguments import as_double, function_name
+from jaxfn._check.arguments import as_double, as_function, function_name
 from jaxfn._check.closeness import group_scale
 from jaxfn._gradcheck.problem.derivatives import ReverseOnlyError, derive
 from jaxfn._gradcheck.problem.problem import make_problem
@@ -58,19 +58,24 @@ def check(
     func: Callable[..., Any],
     inputs: Any,
     *,
+    atol: float | None = None,
+    rtol: float | None = None,
+    fast_mode: bool = False,
     raise_exception: bool = True,
     argnums: int | Sequence[int] | None = None,
     surrogate: Callable[..., Any] | None = None,
     second_order: bool = True,
 ) -> CheckReport:
-    """Runs every check of a function that needs no reference implementation.
+    """Runs every check of a function that needs no reference implementation: use this first.
 
     These are `gradcheck` in each mode that the function has, with `jax.vmap` of the function and of its gradients,
-    `gradgradcheck`, and a comparison of compiled with eager results.
+    `gradgradcheck`, and a comparison of compiled with eager results. Use `gradcheck` for its other options.
 
     Args:
-      func: A differentiable JAX callable; see `gradcheck`.
+      func: A Function class or any differentiable JAX callable; see `gradcheck`.
       inputs: A tuple or list of the arguments, or the only argument, if it is neither.
+      atol, rtol: The tolerances of derivatives; see `gradcheck`.
+      fast_mode: Whether to compare random projections instead of whole Jacobians; see `gradcheck`.
       raise_exception: Whether to raise on failure.
       argnums: The arguments to differentiate with respect to, as in `jax.grad`. Default: every inexact array.
       surrogate: The function whose derivative the rule claims to be; see `gradcheck`.
@@ -80,8 +85,9 @@ def check(
       A `CheckReport`, which is true if every check passed.
 
     Raises:
-      GradcheckError: A check failed, and `error.report` has the report.
-      ValueError: Nothing can be differentiated.
+      CheckError: A check failed, and `error.report` has the report.
+      TypeError: `func` is torch code.
+      ValueError: Nothing can be differentiated, or a tolerance is out of range.
 
     Examples:
       >>> import jax.numpy as jnp, numpy as np, jaxfn
@@ -99,10 +105,12 @@ def check(
 
     Torch counterpart: none; `torch.autograd.gradcheck` and `gradgradcheck` are two calls.
     """
+    func = as_function(func, "check")
     report = CheckReport(function_name(func))
-    options: dict[str, Any] = {"argnums": argnums, "surrogate": surrogate, "return_report": True}
+    options: dict[str, Any] = {"argnums": argnums, "surrogate": surrogate, "atol": atol, "rtol": rtol}
+    options |= {"fast_mode": fast_mode, "raise_exception": False}
     with jax.enable_x64(True):
-        problem = make_problem(func, inputs, argnums, surrogate)
+        problem = make_problem("check", func, inputs, argnums, surrogate)
         # So that the checks below do not warn of lower precision again.
         inputs = jax.tree.map(_as_double, inputs)
         derivatives = derive(problem, reverse=False, forward=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, Literal, overload
+from typing import Any
 
 import jax
 
@@ -12,22 +12,17 @@ from jaxfn._gradcheck.problem.problem import make_problem
 from jaxfn._gradcheck.problem.second import second_order
 from jaxfn._gradcheck.report.report import GradcheckReport
 from jaxfn._gradcheck.run import Options, run_check
-from jaxfn._gradcheck.tolerance import ATOL, EPS, RTOL
 
 MAX_MEMORY = 512 << 20
 
 
-@overload
-def gradcheck(
-    func: Callable[..., Any], inputs: Any, *args: Any, return_report: Literal[True], **options: Any
-) -> GradcheckReport: ...
-@overload
 def gradcheck(
     func: Callable[..., Any],
     inputs: Any,
-    eps: float = EPS,
-    atol: float = ATOL,
-    rtol: float = RTOL,
+    *,
+    eps: float | None = None,
+    atol: float | None = None,
+    rtol: float | None = None,
     raise_exception: bool = True,
     nondet_tol: float = 0.0,
     check_undefined_grad: bool = True,
@@ -38,38 +33,12 @@ def gradcheck(
     check_backward_ad: bool = True,
     fast_mode: bool = False,
     masked: bool | None = None,
-    *,
     check_vmap: bool = False,
     argnums: int | Sequence[int] | None = None,
-    reference: str = "both",
+    against: str = "both",
     surrogate: Callable[..., Any] | None = None,
-    max_memory: int = MAX_MEMORY,
-    return_report: Literal[False] = False,
-) -> bool: ...
-def gradcheck(
-    func: Callable[..., Any],
-    inputs: Any,
-    eps: float = EPS,
-    atol: float = ATOL,
-    rtol: float = RTOL,
-    raise_exception: bool = True,
-    nondet_tol: float = 0.0,
-    check_undefined_grad: bool = True,
-    check_grad_dtypes: bool = False,
-    check_batched_grad: bool = False,
-    check_batched_forward_grad: bool = False,
-    check_forward_ad: bool = False,
-    check_backward_ad: bool = True,
-    fast_mode: bool = False,
-    masked: bool | None = None,
-    *,
-    check_vmap: bool = False,
-    argnums: int | Sequence[int] | None = None,
-    reference: str = "both",
-    surrogate: Callable[..., Any] | None = None,
-    max_memory: int = MAX_MEMORY,
-    return_report: bool = False,
-) -> bool | GradcheckReport:
+    max_memory: int | None = None,
+) -> GradcheckReport:
     """Checks a function's first derivatives against finite differences and against autodiff.
 
     Three ways to compute the Jacobian are compared: the function's own rule, central finite differences, and JAX's
@@ -82,10 +51,10 @@ def gradcheck(
     treats undefined gradients as zeros.
 
     Args:
-      func: A differentiable JAX callable: a Function's `apply`, a decorated function, a `jax.custom_vjp`, a lambda that
+      func: A Function class or any differentiable JAX callable: a decorated function, a `jax.custom_vjp`, a lambda that
         calls any of these. It may take and return pytrees.
-      inputs: A tuple or list of the arguments, or the only argument, if it is neither. NumPy's float64 arrays stay in
-        float64.
+      inputs: A tuple or list of the arguments, or the only argument, if it is neither. A list that is the only argument
+        is passed in a tuple. NumPy's float64 arrays stay in float64.
       eps: The step of finite differences. Default: 1e-6, or longer for a function that computes in lower precision.
       atol: The absolute tolerance. Default: 1e-5.
       rtol: The relative tolerance. Default: 1e-3. Any others mean exactly
@@ -93,7 +62,7 @@ def gradcheck(
         (autodiff, or finite differences with a small error estimate) is a thousand times smaller, but never smaller
         than its errors and rounding: a factor of 1.001 is found. Finite differences of a function that loses digits
         have larger errors, which are estimated and allowed. Next to the end of its domain shorter steps are taken.
-      raise_exception: Whether to raise on failure, instead of returning False.
+      raise_exception: Whether to raise on failure, instead of returning a report that is false.
       nondet_tol: The largest difference of the results of two runs.
       check_undefined_grad: Whether gradients of outputs, and tangents of inputs, may be undefined one at a time.
       check_grad_dtypes: Whether `backward` must return gradients in the dtypes of the inputs.
@@ -112,22 +81,21 @@ def gradcheck(
         batched and compared.
       argnums: The arguments to differentiate with respect to, as in `jax.grad`. Default: every floating-point or
         complex array in all arguments. Python numbers are static unless `argnums` names their argument.
-      reference: What the rule is compared with: "both", "finite_differences" or "autodiff". Where the two disagree
+      against: What the rule is compared with: "both", "finite_differences" or "autodiff". Where the two disagree
         with each other, as for a `forward` that stops a gradient, finite differences decide.
       surrogate: For a rule that is deliberately not the derivative (straight-through): a function of the same inputs
         whose derivative the rule claims to be. Its autodiff decides where finite differences disagree, as for
         `lambda x: x + stop_gradient(round(x) - x)`.
       max_memory: The number of bytes that may be used at a time (default: 512 MiB); large Jacobians are compared in
         parts.
-      return_report: Whether to return the report, whatever it says, instead of True or False.
 
     Returns:
-      True, or False on failure with `raise_exception=False`; with `return_report` a `GradcheckReport`, which is true
-      if the check passed.
+      A `GradcheckReport`, which is true if the check passed.
 
     Raises:
       GradcheckError: A derivative is wrong; the text says where, and `error.report` has it as data.
-      ValueError: Nothing can be differentiated, or the options contradict each other.
+      TypeError: `func` is torch code.
+      ValueError: Nothing can be differentiated, a number is out of range, or the options contradict each other.
 
     Examples:
       >>> import jax.numpy as jnp, numpy as np, jaxfn
@@ -139,8 +107,8 @@ def gradcheck(
       ... def _(ctx, grad_output):
       ...     (x,) = ctx.saved_tensors
       ...     return 3 * x ** 2 * grad_output
-      >>> jaxfn.gradcheck(cube, np.linspace(-1, 1, 5))
-      True
+      >>> print(jaxfn.gradcheck(cube, np.linspace(-1, 1, 5)))
+      gradcheck of cube: passed
 
     Torch counterpart: `torch.autograd.gradcheck`.
     """
@@ -157,27 +125,23 @@ def gradcheck(
         check_backward_ad=check_backward_ad,
         check_vmap=check_vmap,
         fast_mode=fast_mode,
-        reference=reference,
+        against=against,
         has_surrogate=surrogate is not None,
-        max_memory=max_memory,
+        max_memory=MAX_MEMORY if max_memory is None else max_memory,
     )
     with jax.enable_x64(True):
-        problem = make_problem(func, inputs, argnums, surrogate)
-    return _result_of(run_check(problem, options), raise_exception, return_report)
+        problem = make_problem(options.name, func, inputs, argnums, surrogate)
+    return _concluded(run_check(problem, options), raise_exception)
 
 
-@overload
-def gradgradcheck(
-    func: Callable[..., Any], inputs: Any, *args: Any, return_report: Literal[True], **options: Any
-) -> GradcheckReport: ...
-@overload
 def gradgradcheck(
     func: Callable[..., Any],
     inputs: Any,
     grad_outputs: Any = None,
-    eps: float = EPS,
-    atol: float = ATOL,
-    rtol: float = RTOL,
+    *,
+    eps: float | None = None,
+    atol: float | None = None,
+    rtol: float | None = None,
     gen_non_contig_grad_outputs: bool = False,
     raise_exception: bool = True,
     nondet_tol: float = 0.0,
@@ -188,37 +152,11 @@ def gradgradcheck(
     check_rev_over_rev: bool = True,
     fast_mode: bool = False,
     masked: bool | None = None,
-    *,
     argnums: int | Sequence[int] | None = None,
-    reference: str = "both",
+    against: str = "both",
     surrogate: Callable[..., Any] | None = None,
-    max_memory: int = MAX_MEMORY,
-    return_report: Literal[False] = False,
-) -> bool: ...
-def gradgradcheck(
-    func: Callable[..., Any],
-    inputs: Any,
-    grad_outputs: Any = None,
-    eps: float = EPS,
-    atol: float = ATOL,
-    rtol: float = RTOL,
-    gen_non_contig_grad_outputs: bool = False,
-    raise_exception: bool = True,
-    nondet_tol: float = 0.0,
-    check_undefined_grad: bool = True,
-    check_grad_dtypes: bool = False,
-    check_batched_grad: bool = False,
-    check_fwd_over_rev: bool = False,
-    check_rev_over_rev: bool = True,
-    fast_mode: bool = False,
-    masked: bool | None = None,
-    *,
-    argnums: int | Sequence[int] | None = None,
-    reference: str = "both",
-    surrogate: Callable[..., Any] | None = None,
-    max_memory: int = MAX_MEMORY,
-    return_report: bool = False,
-) -> bool | GradcheckReport:
+    max_memory: int | None = None,
+) -> GradcheckReport:
     """Checks a function's second derivatives, as `gradcheck` checks the first.
 
     The checked function is the gradient by the function's rule, a function of the inputs and of the gradients of the
@@ -231,19 +169,19 @@ def gradgradcheck(
       check_undefined_grad, check_grad_dtypes, check_batched_grad: See `gradcheck`.
       check_fwd_over_rev: Whether to check forward mode over reverse mode.
       check_rev_over_rev: Whether to check reverse mode over reverse mode.
-      fast_mode, masked, argnums, reference, surrogate, max_memory, return_report: See `gradcheck`.
+      fast_mode, masked, argnums, against, surrogate, max_memory: See `gradcheck`.
 
     Returns:
-      As `gradcheck`.
+      A `GradcheckReport`, which is true if the check passed.
 
     Raises:
       GradcheckError: A derivative is wrong.
-      ValueError: Nothing can be differentiated, or the options contradict each other.
+      TypeError: `func` is torch code.
+      ValueError: Nothing can be differentiated, a number is out of range, or the options contradict each other.
 
     Examples:
       >>> import jax.numpy as jnp, numpy as np, jaxfn
-      >>> jaxfn.gradgradcheck(jnp.tanh, np.linspace(-1, 1, 5))
-      True
+      >>> assert jaxfn.gradgradcheck(jnp.tanh, np.linspace(-1, 1, 5))
 
     Torch counterpart: `torch.autograd.gradgradcheck`.
     """
@@ -261,21 +199,21 @@ def gradgradcheck(
         check_backward_ad=check_rev_over_rev,
         check_vmap=False,
         fast_mode=fast_mode,
-        reference=reference,
+        against=against,
         has_surrogate=surrogate is not None,
-        max_memory=max_memory,
+        max_memory=MAX_MEMORY if max_memory is None else max_memory,
     )
     with jax.enable_x64(True):
-        problem = make_problem(func, inputs, argnums, surrogate)
+        problem = make_problem(options.name, func, inputs, argnums, surrogate)
         try:
             problem = second_order(problem, grad_outputs)
         except UnavailableError as error:
             report = GradcheckReport(problem.name, options.name, problems=[f"backward raised {error}"])
-            return _result_of(report, raise_exception, return_report)
-    return _result_of(run_check(problem, options), raise_exception, return_report)
+            return _concluded(report, raise_exception)
+    return _concluded(run_check(problem, options), raise_exception)
 
 
-def _result_of(report: GradcheckReport, raise_exception: bool, return_report: bool) -> bool | GradcheckReport:
-    if raise_exception and not return_report:
+def _concluded(report: GradcheckReport, raise_exception: bool) -> GradcheckReport:
+    if raise_exception:
         report.raise_if_failed()
-    return report if return_report else report.passed
+    return report

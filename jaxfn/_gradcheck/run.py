@@ -10,6 +10,7 @@ from time import perf_counter
 import jax
 import numpy as np
 
+from jaxfn._check.arguments import require_numbers
 from jaxfn._diagnostics import source_location
 from jaxfn._gradcheck.checks import Findings, PropertyChecks, problems_of_vmap
 from jaxfn._gradcheck.compare import Comparison, JacobianBlock
@@ -44,9 +45,9 @@ _SURROGATE_HINT = (
 class Options:
     """The options of a check; see `gradcheck`."""
 
-    eps: float
-    atol: float
-    rtol: float
+    eps: float | None
+    atol: float | None
+    rtol: float | None
     nondet_tol: float
     check_undefined_grad: bool
     check_grad_dtypes: bool
@@ -56,14 +57,16 @@ class Options:
     check_backward_ad: bool
     check_vmap: bool
     fast_mode: bool
-    reference: str
+    against: str
     has_surrogate: bool
     max_memory: int
     name: str = "gradcheck"
 
     def __post_init__(self) -> None:
-        if self.reference not in REFERENCES:
-            raise ValueError(f"reference is {self.reference!r}; it must be one of {', '.join(map(repr, REFERENCES))}")
+        require_numbers(self.name, eps=self.eps, max_memory=self.max_memory)
+        require_numbers(self.name, can_be_zero=True, atol=self.atol, rtol=self.rtol, nondet_tol=self.nondet_tol)
+        if self.against not in REFERENCES:
+            raise ValueError(f"against is {self.against!r}; it must be one of {', '.join(map(repr, REFERENCES))}")
         needs = (
             ("check_batched_grad", self.check_batched_grad, "check_backward_ad", self.check_backward_ad),
             ("check_batched_forward_grad", self.check_batched_forward_grad, "check_forward_ad", self.check_forward_ad),
@@ -99,13 +102,13 @@ class _Check:
             problem,
             reverse=options.check_backward_ad,
             forward=options.check_forward_ad,
-            reference=options.reference != "finite_differences",
+            reference=options.against != "finite_differences",
             retrace=True,
         )
         self.report.source = _sources(self.derivatives)
         d = self.derivatives
-        is_default = (options.atol, options.rtol) == (ATOL, RTOL)
-        self.tolerance = Tolerance(float(options.atol), float(options.rtol), is_default, d.precision)
+        atol, rtol = (ATOL if options.atol is None else options.atol, RTOL if options.rtol is None else options.rtol)
+        self.tolerance = Tolerance(float(atol), float(rtol), (atol, rtol) == (ATOL, RTOL), d.precision)
         self.step = _step(options.eps, d.precision)
         modes = ((options.check_backward_ad, d.reverse), (options.check_forward_ad, d.forward))
         self.modes = [mode for is_checked, mode in modes if is_checked]
@@ -155,9 +158,9 @@ class _Check:
             note("JAX cannot trace the function, so it ran in a Python loop")
         if d.precision > _DOUBLE_EPS:
             note(f"the function computes in lower precision than double (spacing {d.precision:.1g})")
-        for mode in self.modes if self.options.reference == "autodiff" else ():
+        for mode in self.modes if self.options.against == "autodiff" else ():
             if not mode.has_reference:
-                raise ValueError(f'reference="autodiff" is not possible for {self.problem.name}: {mode.reference}')
+                raise ValueError(f'against="autodiff" is not possible for {self.problem.name}: {mode.reference}')
 
     def _check_properties(self) -> None:
         o, d = self.options, self.derivatives
@@ -174,7 +177,7 @@ class _Check:
                 nondet_tol=o.nondet_tol,
                 undefined=o.check_undefined_grad,
                 # Fast mode compares autodiff by projections.
-                samples_autodiff=o.reference == "both" and not o.fast_mode,
+                samples_autodiff=o.against == "both" and not o.fast_mode,
                 max_memory=o.max_memory,
             )
             found = self._run_by_operations(checks) or self._run_in_fastest_mode(checks)
@@ -223,7 +226,7 @@ class _Check:
         if is_trusted and self._is_resolved(comparison):
             comparison = replace(comparison, tolerance=replace(self.tolerance, least_scale=0.0))
             method = Projections(comparison) if self.options.fast_mode else comparison
-        takes_differences = self.options.reference != "autodiff"
+        takes_differences = self.options.against != "autodiff"
         for mode in self.modes:
             found = self.findings[mode.name]
             if is_trusted and found.matches_autodiff:
@@ -251,7 +254,7 @@ class _Check:
 
     def _note_differences(self) -> None:
         """Notes that finite differences decide because there is no autodiff."""
-        if self.options.reference == "both" and not self.derivatives.reverse.has_reference:
+        if self.options.against == "both" and not self.derivatives.reverse.has_reference:
             note = f"compared with finite differences only, not with autodiff: {self.derivatives.reverse.reference}"
             self.report.notes += [note] if note not in self.report.notes else []
 
@@ -288,8 +291,8 @@ class _Check:
     def _is_trusted(self, method: Comparison | Projections) -> bool:
         """Whether autodiff decides: finite differences agree with it, or are not used."""
         d = self.derivatives
-        if self.options.reference != "both":
-            return self.options.reference != "finite_differences"
+        if self.options.against != "both":
+            return self.options.against != "finite_differences"
         if self.findings[self.modes[-1].name].autodiff_agrees:
             return True
         for mode in (d.forward, d.reverse):
@@ -300,8 +303,8 @@ class _Check:
     def _is_resolved(self, comparison: Comparison) -> bool:
         """Whether small entries of autodiff are exact, so that a rule is compared with them at every scale."""
         found, d = self.findings[self.modes[-1].name], self.derivatives
-        if self.options.reference == "autodiff" or found.autodiff_agrees:
-            return self.options.reference == "autodiff" or found.is_resolved
+        if self.options.against == "autodiff" or found.autodiff_agrees:
+            return self.options.against == "autodiff" or found.is_resolved
         return Projections(comparison).are_resolved(d.forward if d.forward.has_reference else d.reverse)
 
     def _autodiff_decides(self, blocks: Sequence[JacobianBlock]) -> bool:
@@ -320,11 +323,11 @@ class _Check:
         return has_surrogate
 
 
-def _step(eps: float, precision: float) -> float:
+def _step(eps: float | None, precision: float) -> float:
     """Returns the step of finite differences; the default is longer for values in low precision."""
-    if eps == EPS and precision > _DOUBLE_EPS:
+    if eps in (None, EPS) and precision > _DOUBLE_EPS:
         return float(precision ** (1 / 3))
-    return float(eps)
+    return float(EPS if eps is None else eps)
 
 
 def _sources(derivatives: Derivatives) -> list[str]:

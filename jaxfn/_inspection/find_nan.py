@@ -26,6 +26,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.ref import AbstractRef
 
+from jaxfn._check.arguments import as_function
 from jaxfn._compat import eqn_source_line, lower_jaxpr
 from jaxfn._inspection.interpreter import EqnInterpreter
 from jaxfn._jaxpr import all_eqns, open_jaxpr
@@ -129,6 +130,7 @@ def find_nan(f: Callable[..., Any], /, *args: Any, **kwargs: Any) -> NanOrigin |
 
     Torch counterpart: `torch.autograd.set_detect_anomaly`.
     """
+    f = as_function(f, "find_nan")
     origin = _find(f, args, kwargs)
     if origin is None or origin.function is not None:
         return origin

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.core import AbstractValue
 
+from jaxfn._check.arguments import as_function
 from jaxfn._compat import make_jaxpr, name_p
 from jaxfn._jaxpr import SubJaxpr, is_any_of, is_variable, open_jaxpr, primitives, subjaxprs
 from jaxfn._observe import OBSERVATION, Label, Observation, label_p
@@ -259,6 +260,7 @@ def residuals(
 
     Torch counterpart: none; `torch.autograd.graph.saved_tensors_hooks` can print what is saved.
     """
+    f = as_function(f, "residuals")
     chosen = range(len(args)) if argnums is None else np.atleast_1d(argnums).tolist()
     if any(not -len(args) <= i < len(args) for i in chosen):
         raise ValueError(f"residuals: argnums={argnums}, but {len(args)} arguments were passed.")

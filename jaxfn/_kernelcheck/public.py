@@ -9,7 +9,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from jaxfn._check.arguments import function_name
+from jaxfn._check.arguments import as_function, function_name, require_numbers
 from jaxfn._check.draws import random_generator
 from jaxfn._gradcheck.report.progress import Progress
 from jaxfn._kernelcheck.arguments import kernel_arguments
@@ -67,7 +67,7 @@ def kernelcheck(
     installed.
 
     Args:
-      func: The kernel, a differentiable JAX callable: a Function's `apply`, a decorated function, a `jax.custom_vjp`.
+      func: The kernel, a Function class or any differentiable JAX callable: a decorated function, a `jax.custom_vjp`.
       reference: What the kernel is compared with: a function with its signature and outputs, of operations of JAX.
       inputs: A tuple of the arguments, or the only argument: pytrees of arrays. Floating-point arrays are cast; for a
         `jax.ShapeDtypeStruct` of a floating-point dtype, standard normal numbers are drawn.
@@ -95,7 +95,7 @@ def kernelcheck(
     Raises:
       CheckError: The kernel failed; the text says where, and `error.report` has it as data.
       ValueError: An option is invalid, or there is nothing to check.
-      TypeError: An input or an output is complex.
+      TypeError: The kernel or the reference is torch code, or an input or output is complex.
       Exception: Any error of the reference.
 
     Examples:
@@ -117,6 +117,8 @@ def kernelcheck(
 
     Torch counterpart: none.
     """
+    func, reference = as_function(func, "kernelcheck"), as_function(reference, "kernelcheck(reference=...)")
+    require_numbers("kernelcheck", factor=factor)
     checked_dtypes = [_floating_dtype(dtype) for dtype in dtypes]
     custom = dict(checks or {})
     if not all(map(callable, custom.values())):

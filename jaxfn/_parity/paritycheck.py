@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxfn._check.arguments import as_arguments
+from jaxfn._check.arguments import as_arguments, as_function, require_numbers
 from jaxfn._gradcheck.problem.monitor import CallMonitor
 from jaxfn._parity.backends import JaxBackend, Measurements, Runs, TorchBackend
 from jaxfn._parity.comparison import compare, errors, rounding
@@ -83,8 +83,9 @@ def paritycheck(
     Raises:
       CheckError: An array differs; the text names it and the function, and `error.report` has them as data.
       ImportError: torch is not installed, and `reference` is not a path.
-      TypeError: `inputs` are missing, or were passed together with a recorded file; `load` was passed and the reference
-        is not a module; `load` cannot be differentiated, or it or the port does not return a pair with `has_buffers`.
+      TypeError: `func` is torch code; `inputs` are missing, or were passed together with a recorded file; `load` was
+        passed and the reference is not a module; `load` cannot be differentiated, or it or the port does not return a
+        pair with `has_buffers`.
       ValueError: The torch function returned no tensor, or the port other buffers than `load`.
 
     Examples:
@@ -119,6 +120,8 @@ def paritycheck(
 
     Torch counterpart: none.
     """
+    as_function(func, "paritycheck")  # which the backend does, and keeps the name of a class
+    require_numbers("paritycheck", can_be_zero=True, atol=atol, rtol=rtol)
     is_file = isinstance(reference, (str, os.PathLike))
     if is_file and inputs is not None:
         raise TypeError("paritycheck: a recorded file has its own inputs. Omit `inputs`.")

@@ -112,7 +112,7 @@ def from_torch(
             "jaxfn.from_torch uses PyTorch to trace the code, and PyTorch is not installed. Run: pip install torch "
             "(the CPU build is sufficient)"
         ) from error
-    if _runs_on_jax(torch_function):
+    if runs_on_jax(torch_function):
         raise TypeError(f"from_torch takes torch code, and {torch_function!r} already runs on JAX: use it as it is")
     is_function_class = isinstance(torch_function, type) and issubclass(torch_function, torch.autograd.Function)
     is_instance = isinstance(torch_function, torch.autograd.Function)
@@ -233,10 +233,10 @@ def _conversion(code: Any) -> Conversion:
 _JAX_TYPES = (function, jax.custom_jvp, jax.custom_vjp, jax.numpy.ufunc, jax.stages.Wrapped)
 
 
-def _runs_on_jax(code: Any) -> bool:
+def runs_on_jax(code: Any) -> bool:
     """Whether a callable is known to take JAX arrays. Of a plain Python function that is not known."""
     if isinstance(code, functools.partial):
-        return _runs_on_jax(cast(Any, code).func)
+        return runs_on_jax(cast(Any, code).func)
     is_converted = hasattr(getattr(code, "__self__", code), "_jaxfn_conversion")  # `__self__`: that of net.apply
     return is_converted or hasattr(code, "_jaxfn_dispatcher") or isinstance(code, _JAX_TYPES)
 

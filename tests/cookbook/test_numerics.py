@@ -44,7 +44,7 @@ def test_sinkhorn_at_the_second_order():
 
     args = np.abs(normal64(4, 3)), normal64(4, seed=1)
     # There is no reverse mode of the while loop in forward to compare with.
-    assert jaxfn.gradcheck(value, args, reference="finite_differences")
+    assert jaxfn.gradcheck(value, args, against="finite_differences")
     assert jaxfn.gradgradcheck(value, args)
 
 
@@ -194,8 +194,8 @@ def test_matrix_square_root_at_the_second_order(values):
         return root((x + x.T) / 2)
 
     # Autodiff of eigh is nan where eigenvalues are equal.
-    assert jaxfn.gradcheck(of_symmetric, symmetric_with(values), reference="finite_differences", check_forward_ad=True)
-    assert jaxfn.gradgradcheck(of_symmetric, symmetric_with(values), reference="finite_differences")
+    assert jaxfn.gradcheck(of_symmetric, symmetric_with(values), against="finite_differences", check_forward_ad=True)
+    assert jaxfn.gradgradcheck(of_symmetric, symmetric_with(values), against="finite_differences")
 
 
 def test_lyapunov_of_a_right_side_that_is_not_symmetric():

@@ -133,10 +133,8 @@ def loss(x: jax.Array) -> jax.Array:
 
 
 x = np.linspace(0.1, 0.5, 3)
-ok: bool = jaxfn.gradcheck(loss, x)
-report: jaxfn.reports.GradcheckReport = jaxfn.gradcheck(loss, x, return_report=True)
-second_order: bool = jaxfn.gradgradcheck(loss, x)
-second_report: jaxfn.reports.GradcheckReport = jaxfn.gradgradcheck(loss, x, return_report=True)
+report: jaxfn.reports.GradcheckReport = jaxfn.gradcheck(loss, x)
+second_report: jaxfn.reports.GradcheckReport = jaxfn.gradgradcheck(loss, x)
 ledger: jaxfn.reports.ResidualTable = jaxfn.residuals(loss, x)
 total: int = ledger.total_bytes
 found: jaxfn.reports.NanOrigin | None = jaxfn.find_nan(loss, x)

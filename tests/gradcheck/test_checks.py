@@ -285,7 +285,7 @@ def test_forward_mode(fast_mode, reference):
     def sine(factor):
         return custom_jvp(jnp.sin, lambda x, t: (jnp.sin(*x), factor * t[0] * jnp.cos(*x)))
 
-    options = {"fast_mode": fast_mode, "reference": reference, "check_forward_ad": True}
+    options = {"fast_mode": fast_mode, "against": reference, "check_forward_ad": True}
     passes(sine(1.0), normal(3), **options)
     (mismatch,) = failure(sine(1.001), normal(3), check_backward_ad=False, **options).mismatches
     assert mismatch.mode == "forward"
@@ -315,7 +315,7 @@ def test_forward_mode_of_large_and_complex_functions():
 @modes_and_references
 def test_complex(fast_mode, reference):
     z = normal(3) + 1j * normal(3, seed=1)
-    options = {"fast_mode": fast_mode, "reference": reference}
+    options = {"fast_mode": fast_mode, "against": reference}
     passes(rule(saved_square, lambda ctx, g: 2 * g * ctx.saved_tensors[0].conj()), z, **options)
     report = failure(rule(saved_square, lambda ctx, g: 2 * g * ctx.saved_tensors[0]), z, **options)
     assert report.mismatches[0].mistake == "missing conjugate"
@@ -435,7 +435,7 @@ def test_blocks_give_equal_results(reference):
 @cells("index", [1199], [0, 41, 1199])
 def test_one_wrong_row_in_any_batch_is_found(index):
     wrong = rule(saved_square, lambda ctx, g: (2 * ctx.saved_tensors[0] * g).at[3].add(1e-6 * g[index]))
-    report = failure(wrong, normal(1200), max_memory=1 << 20, reference="autodiff")
+    report = failure(wrong, normal(1200), max_memory=1 << 20, against="autodiff")
     (mismatch,) = report.mismatches
     assert (mismatch.count, mismatch.total) == (1, 1200 * 1200) and not mismatch.matrices
     (entry,) = mismatch.entries
@@ -682,7 +682,7 @@ def cubic(second_factor):
 @row("G6")
 @cells("fast_mode, reference", [(False, "autodiff")], [False, True], REFERENCES)
 def test_second_order(fast_mode, reference):
-    options = {"fast_mode": fast_mode, "reference": reference}
+    options = {"fast_mode": fast_mode, "against": reference}
     passes(cubic(1.0), normal(3), check=gradgradcheck, **options)
     passes(cubic(1.001), normal(3), **options)
     (mismatch,) = failure(cubic(1.001), normal(3), check=gradgradcheck, **options).mismatches

@@ -7,7 +7,7 @@ import pytest
 
 import jaxfn
 from tests.support.cases import Square
-from tests.support.checking import failure, normal, rule
+from tests.support.checking import failure, normal, rule, scaled_sine
 from tests.support.marks import row
 
 
@@ -59,9 +59,9 @@ def test_a_right_function_passes_every_check():
 @pytest.mark.parametrize("function", [WrongVmap, WrongForAnUnbatchedArgument])
 def test_a_wrong_vmap_method_is_found(function):
     assert jaxfn.gradcheck(function.apply, INPUTS)
-    with pytest.raises(jaxfn.GradcheckError, match=r"output 0 is wrong under jax\.vmap") as caught:
+    with pytest.raises(jaxfn.CheckError, match=r"output 0 is wrong under jax\.vmap") as caught:
         jaxfn.check(function.apply, INPUTS)
-    assert isinstance(caught.value.report, jaxfn.reports.CheckReport)
+    assert type(caught.value) is jaxfn.CheckError and isinstance(caught.value.report, jaxfn.reports.CheckReport)
     if function is WrongForAnUnbatchedArgument:
         (first, second) = caught.value.report.reports[0].problems
         assert "input 0 ('x') unbatched" in first and "input 1 ('w') unbatched" in second
@@ -104,7 +104,7 @@ def test_autodiff_of_a_surrogate_that_stops_a_gradient_decides():
     def surrogate(x):
         return x + jax.lax.stop_gradient(jnp.round(x) - x)
 
-    report = jaxfn.gradcheck(rounded, np.linspace(-2, 2, 9), surrogate=surrogate, return_report=True)
+    report = jaxfn.gradcheck(rounded, np.linspace(-2, 2, 9), surrogate=surrogate)
     assert report and any("autodiff decided" in note for note in report.notes)
     wrong = rule(lambda ctx, x: jnp.round(x), lambda ctx, g: 2 * g)
     failure(wrong, np.linspace(-2, 2, 9), surrogate=surrogate)
@@ -127,7 +127,7 @@ def test_swapped_gradients_are_named():
 
 def test_reports_have_one_base_and_a_form_for_notebooks():
     wrong = rule(lambda ctx, x: jnp.sin(x), lambda ctx, g: g)
-    found = jaxfn.gradcheck(wrong, normal(3), return_report=True)
+    found = jaxfn.gradcheck(wrong, normal(3))
     kernel = jaxfn.kernelcheck(wrong, jnp.sin, normal(3), raise_exception=False)
     whole = jaxfn.check(wrong, normal(3), raise_exception=False)
     for report in (found, kernel, whole):
@@ -138,7 +138,7 @@ def test_reports_have_one_base_and_a_form_for_notebooks():
         assert '"passed": false' in report.to_json() and report._repr_html_().startswith("<pre>")
     assert "<svg" in found._repr_html_() and "<table>" in kernel._repr_html_()
     assert "<td>Square</td>" in jaxfn.residuals(Square.apply, 2.0)._repr_html_()
-    assert jaxfn.gradcheck(jnp.sin, normal(3), return_report=True).raise_if_failed() is None
+    assert jaxfn.gradcheck(jnp.sin, normal(3)).raise_if_failed() is None
 
 
 @row("K1")
@@ -218,13 +218,13 @@ class OneNextToInfinity(NotFinite):
 @pytest.mark.parametrize("function", [NanInTheSecondElement, OneNextToInfinity])
 def test_a_wrong_vmap_method_with_values_that_are_not_finite_is_found(function):
     """`nan_to_num` makes NaN 0, as the right output is, and infinity so large that the tolerance allows anything."""
-    report = jaxfn.gradcheck(function.apply, INPUTS, check_vmap=True, return_report=True)
+    report = jaxfn.gradcheck(function.apply, INPUTS, check_vmap=True)
     assert any("output 0 is wrong under jax.vmap" in problem for problem in report.problems)
 
 
 @row("G6")
 def test_a_vmap_method_agrees_where_both_are_not_finite():
-    report = jaxfn.gradcheck(NotFinite.apply, INPUTS, check_vmap=True, return_report=True)
+    report = jaxfn.gradcheck(NotFinite.apply, INPUTS, check_vmap=True)
     assert not any("jax.vmap" in problem for problem in report.problems)
 
 
@@ -273,3 +273,64 @@ def test_an_error_of_a_second_derivative_is_a_failure_whatever_its_text():
     cube = rule(lambda ctx, x: (ctx.save_for_backward(x), x**3)[1], lambda ctx, g: 3 * square(ctx.saved_tensors[0]) * g)
     report = jaxfn.check(cube, np.linspace(0.1, 1, 3), raise_exception=False)
     assert not report and "not marked with @once_differentiable" in str(report)
+
+
+CHECKS = {
+    "check": lambda f, x: jaxfn.check(f, x),
+    "gradcheck": lambda f, x: jaxfn.gradcheck(f, x),
+    "gradgradcheck": lambda f, x: jaxfn.gradgradcheck(f, x),
+    "kernelcheck": lambda f, x: jaxfn.kernelcheck(f, lambda x: x**3, x, dtypes=["float32"], skip=["sizes"]),
+    "paritycheck": lambda f, x: jaxfn.paritycheck(f, lambda x: x**3, [x]),
+    "find_nan": lambda f, x: jaxfn.find_nan(f, x) is None,
+    "residuals": lambda f, x: jaxfn.residuals(f, x),
+}
+
+
+@row("G1b")
+@pytest.mark.parametrize("name", CHECKS)
+def test_a_class_and_its_apply_are_checked_and_torch_code_is_not(name):
+    torch = pytest.importorskip("torch")
+    check = CHECKS[name]
+
+    class Cube(jaxfn.Function):
+        @staticmethod
+        def forward(ctx, x):
+            ctx.save_for_backward(x)
+            return x**3
+
+        @staticmethod
+        def backward(ctx, g):
+            return 3 * g * ctx.saved_tensors[0] ** 2
+
+    class TorchCube(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x**3
+
+    for f in (Cube, Cube.apply, lambda x: Cube.apply(x)):
+        assert check(f, np.linspace(0.1, 1, 3)), f
+    for f in (TorchCube, TorchCube.apply, torch.nn.Linear(3, 3)):
+        with pytest.raises(TypeError, match=rf"^{name} takes a JAX function.*from_torch.*paritycheck"):
+            check(f, np.linspace(0.1, 1, 3))
+
+
+@row("G1b")
+def test_numbers_out_of_range_raise():
+    x = np.linspace(0.1, 1, 3)
+    for number in (-1, np.nan, np.inf):
+        for call in (
+            lambda n: jaxfn.check(jnp.sin, x, atol=n),
+            lambda n: jaxfn.kernelcheck(jnp.sin, jnp.sin, x, factor=n),
+            lambda n: jaxfn.paritycheck(jnp.sin, None, [x], rtol=n),
+        ):
+            with pytest.raises(ValueError, match="expected a finite number"):
+                call(number)
+
+
+@row("G6")
+def test_check_takes_tolerances_and_fast_mode():
+    wrong = scaled_sine(1.0005)
+    assert not jaxfn.check(wrong, normal(3), raise_exception=False)
+    assert jaxfn.check(wrong, normal(3), atol=1e-2, rtol=1e-2)
+    report = jaxfn.check(jnp.sin, normal(3), fast_mode=True)
+    assert all(any(note.startswith("fast mode") for note in r.notes) for r in report.reports)

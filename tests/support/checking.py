@@ -22,7 +22,7 @@ def failure(*args, check=gradcheck, **kwargs):
 
 
 def passes(*args, check=gradcheck, **kwargs):
-    report = check(*args, return_report=True, **kwargs)
+    report = check(*args, **kwargs)
     assert report.passed, str(report)
     return report
 

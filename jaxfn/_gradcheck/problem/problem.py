@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxfn._check.arguments import Arguments, as_double, flatten_arguments, function_name, output_arrays
+from jaxfn._check.arguments import Arguments, as_double, as_function, flatten_arguments, function_name, output_arrays
 from jaxfn._check.modes import LeafFunction
 from jaxfn._traces import is_ref
 from jaxfn._tree import double, is_array_leaf, is_inexact, replace_at
@@ -67,16 +67,20 @@ class Problem:
 
 
 def make_problem(
+    check: str,
     func: Callable[..., Any],
     inputs: Any,
     argnums: int | Sequence[int] | None,
     surrogate: Callable[..., Any] | None = None,
 ) -> Problem:
-    """Makes a problem of a function and its inputs.
+    """Makes a problem of a function and its inputs, for a check of this name.
 
     Raises:
+      TypeError: the function is torch code.
       ValueError: nothing is differentiable, or `argnums` names an argument that is missing or not differentiable.
     """
+    func = as_function(func, check)
+    surrogate = None if surrogate is None else as_function(surrogate, f"{check}(surrogate=...)")
     warned: list[str] = []
 
     def in_double_precision(name: str, leaf: Any, is_differentiated: bool) -> Any:
@@ -91,7 +95,7 @@ def make_problem(
         dtype = getattr(leaf, "dtype", None)
         if is_differentiated and dtype is not None and is_inexact(dtype) and double(dtype) != dtype:
             warned.append(
-                f"{name} is {dtype}, which is not double precision. gradcheck converts it and computes in double "
+                f"{name} is {dtype}, which is not double precision. {check} converts it and computes in double "
                 "precision; a function that converts it back will likely fail the check."
             )
         return as_double(leaf)
