@@ -38,7 +38,7 @@ Bring torch code over
   explain                  show how torch code is translated
   port                     rewrite the source of torch code for JAX
   paritycheck              compare a port with the original
-  record_oracle            store the original's results, to compare without torch
+  record_reference            store the original's results, to compare without torch
 
 Types: reports (a module: what the checks and tools return), CheckError and its subclass GradcheckError,
 TranslationError, ConvertedModule, and VmapInfo.
@@ -55,6 +55,7 @@ from jaxfn._function import Function
 from jaxfn._functional import autograd_function, function
 from jaxfn._hooks import disable_saved_tensors_hooks, save_on_host, saved_tensors_hooks
 from jaxfn._once_differentiable import once_differentiable
+from jaxfn._version import __version__ as __version__
 from jaxfn._vmap_method import VmapInfo
 
 if TYPE_CHECKING:
@@ -63,7 +64,7 @@ if TYPE_CHECKING:
     from jaxfn._inspection.logs import logged
     from jaxfn._inspection.residuals import residuals
     from jaxfn._kernelcheck import kernelcheck
-    from jaxfn._parity.paritycheck import paritycheck, record_oracle
+    from jaxfn._parity.paritycheck import paritycheck, record_reference
     from jaxfn._reports import CheckError
     from jaxfn._torch import TranslationError, explain, from_torch, port
     from jaxfn._torch.convert.module import ConvertedModule as ConvertedModule
@@ -72,9 +73,7 @@ __all__ = ["Function", "FunctionCtx", "VmapInfo", "autograd_function", "function
 __all__ += ["disable_saved_tensors_hooks", "save_on_host", "saved_tensors_hooks"]
 __all__ += ["CheckError", "GradcheckError", "check", "gradcheck", "gradgradcheck", "kernelcheck"]
 __all__ += ["find_nan", "logged", "residuals"]
-__all__ += ["TranslationError", "explain", "from_torch", "paritycheck", "port", "record_oracle"]
-
-__version__ = "0.1.0"
+__all__ += ["TranslationError", "explain", "from_torch", "paritycheck", "port", "record_reference"]
 
 # Tools are imported at their first use, so that `import jaxfn` takes milliseconds. The last one imports torch, and is
 # not in `__all__`.
@@ -85,7 +84,7 @@ _TOOLS = {
     "jaxfn._inspection.logs": "logged",
     "jaxfn._inspection.residuals": "residuals",
     "jaxfn._kernelcheck": "kernelcheck",
-    "jaxfn._parity.paritycheck": "paritycheck record_oracle",
+    "jaxfn._parity.paritycheck": "paritycheck record_reference",
     "jaxfn._torch": "TranslationError explain from_torch port",
     "jaxfn._torch.convert.module": "ConvertedModule",
 }

@@ -19,16 +19,16 @@ from pathlib import Path
 {imports}
 from {module} import {name}
 
-ORACLES = sorted(Path(__file__).parent.glob("{module}*.npz"))
+REFERENCES = sorted(Path(__file__).parent.glob("{module}*.npz"))
 
 
-@pytest.mark.parametrize("oracle", ORACLES, ids=lambda path: path.stem)
-def test_parity_with_torch(oracle):
-    assert jaxfn.paritycheck({name}, oracle)
+@pytest.mark.parametrize("reference", REFERENCES, ids=lambda path: path.stem)
+def test_parity_with_torch(reference):
+    assert jaxfn.paritycheck({name}, reference)
 
 
 {skip}def test_gradients():
-    recorded = np.load(ORACLES[0])
+    recorded = np.load(REFERENCES[0])
     assert jaxfn.gradcheck({call}, ({arguments}))
 '''
 _RANDOM_TEST = '''"""Tests {module}.py, which draws random numbers, so that its results are not those of torch."""
@@ -58,7 +58,7 @@ class Port(NamedTuple):
 
 
 def write_port(original: Any, examples: Sequence[Sequence[Any]], path: Path) -> Port:
-    """Writes the rewritten source of a torch Function or function to `path`, and its test and oracles next to it.
+    """Writes the rewritten source of a torch Function or function to `path`, next to it a test and results of torch.
 
     Raises:
       TranslationError: The source cannot be rewritten.
@@ -76,11 +76,11 @@ def write_port(original: Any, examples: Sequence[Sequence[Any]], path: Path) -> 
         return Port([path, test], [f"{name} draws random numbers: its results are not compared with those of torch"])
     files, notes = [path, test], []
     for i, example in enumerate(examples):
-        oracle = path.with_name(f"{path.stem}{f'_{i}' if i else ''}.npz")
-        jaxfn.record_oracle(original, example, oracle)
-        files.append(oracle)
+        reference = path.with_name(f"{path.stem}{f'_{i}' if i else ''}.npz")
+        jaxfn.record_reference(original, example, reference)
+        files.append(reference)
     port = runpy.run_path(str(path), run_name=path.stem)[name]
-    reports = [jaxfn.paritycheck(port, oracle, raise_exception=False) for oracle in files[2:]]
+    reports = [jaxfn.paritycheck(port, reference, raise_exception=False) for reference in files[2:]]
     notes += [f"paritycheck: {str(report).splitlines()[0]}" for report in reports if not report]
     reason = _gradcheck_error(port.apply if is_class else port, examples[0])
     skip = "" if reason is None else f"@pytest.mark.skip(reason={reason!r})\n"

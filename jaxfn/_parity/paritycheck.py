@@ -1,4 +1,4 @@
-"""`paritycheck` and `record_oracle`: compare a port with the torch Function that it was ported from."""
+"""`paritycheck` and `record_reference`: compare a port with the torch Function that it was ported from."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from jaxfn._parity.comparison import compare, errors, rounding
 from jaxfn._parity.inputs import Array, Inputs
 from jaxfn._parity.module_check import check_module
 from jaxfn._parity.module_record import ModuleRecord, record_module
-from jaxfn._parity.oracle import Oracle, read_oracle, write_oracle
 from jaxfn._parity.ported_module import Load
 from jaxfn._parity.report import ParitycheckReport, ParitycheckRow
+from jaxfn._parity.torch_results import TorchResults, read_torch_results, write_torch_results
 from jaxfn._tree import is_inexact
 
 _SAMPLES = 4  # of the inputs, for which the errors of torch are measured
@@ -63,7 +63,7 @@ def paritycheck(
       func: The port: a `jaxfn.Function` or any function of JAX arrays. With `load`, a function of parameters and
         inputs; with `has_buffers`, of parameters, buffers and inputs, that returns (outputs, new buffers).
       reference: What it is compared with: a `torch.autograd.Function`, any function of tensors, a module, or the path
-        of a file that `record_oracle` wrote, for which torch is not needed.
+        of a file that `record_reference` wrote, for which torch is not needed.
       inputs: The arguments, arrays (of NumPy, of any shapes) and Python values; `None` with a recorded file.
       atol: The absolute tolerance. Default: rounding in the dtype, relative to the largest number of about the
         magnitude of each, and a few times the error that torch has in that dtype.
@@ -136,33 +136,34 @@ def paritycheck(
     if has_buffers or steps:
         raise TypeError("paritycheck: `has_buffers` and `steps` need `load`, which returns the port's parameters.")
     if is_file:
-        oracle = read_oracle(os.fspath(reference))
+        recorded = read_torch_results(os.fspath(reference))
     else:
         assert inputs is not None
-        oracle = _run_torch(reference, inputs, second_order, "paritycheck")
+        recorded = _run_torch(reference, inputs, second_order, "paritycheck")
     port = JaxBackend(func)
-    found = port.outputs(Inputs(oracle.args))
-    expected = {int(what.removeprefix("output ")): y for what, y in oracle.outputs().items()}
+    found = port.outputs(Inputs(recorded.args))
+    expected = {int(what.removeprefix("output ")): y for what, y in recorded.outputs().items()}
     alike = [i for i, y in expected.items() if i in found and _are_alike(found[i], y)]
     if len(alike) == len(found | expected):
-        report = _compare(port, oracle, rtol, atol, second_order)
+        report = _compare(port, recorded, rtol, atol, second_order)
     else:
         if inputs is not None:
-            oracle = _run_torch(reference, inputs, second_order, "paritycheck", alike)
+            recorded = _run_torch(reference, inputs, second_order, "paritycheck", alike)
         elif any(is_inexact(y.dtype) for i, y in expected.items() if i not in alike):
             alike = []  # the file has only the sums over all outputs
-        oracle = oracle if alike else oracle.without_derivatives()
-        report = _compare(JaxBackend(func, alike), oracle, rtol, atol, second_order)
+        recorded = recorded if alike else recorded.without_derivatives()
+        report = _compare(JaxBackend(func, alike), recorded, rtol, atol, second_order)
         compared = f"those of {', '.join(f'output {i}' for i in alike)} alone" if alike else "not compared"
         report.notes.insert(
-            0, f"{port.name} returns other outputs than {oracle.name} (see the rows). Derivatives are {compared}."
+            0,
+            f"{port.name} returns other outputs than {recorded.name} (see the rows). Derivatives are {compared}.",
         )
     if raise_exception:
         report.raise_if_failed()
     return report
 
 
-def record_oracle(
+def record_reference(
     func: Any,
     inputs: Sequence[Any],
     path: str | os.PathLike[str],
@@ -186,29 +187,29 @@ def record_oracle(
     Examples:
       >>> import os, tempfile, jax, torch, numpy as np, jaxfn
       >>> path = os.path.join(tempfile.mkdtemp(), "relu.npz")
-      >>> jaxfn.record_oracle(torch.nn.functional.relu, [np.array([-1.0, 2.0], np.float32)], path)
+      >>> jaxfn.record_reference(torch.nn.functional.relu, [np.array([-1.0, 2.0], np.float32)], path)
       >>> bool(jaxfn.paritycheck(jax.nn.relu, path))
       True
 
     Torch counterpart: none.
     """
-    oracle = _run_torch(func, inputs, True, "record_oracle")
-    if isinstance(func, _import_torch("record_oracle").nn.Module):
-        oracle = replace(oracle, module=record_module(func, inputs, steps))
+    recorded = _run_torch(func, inputs, True, "record_reference")
+    if isinstance(func, _import_torch("record_reference").nn.Module):
+        recorded = replace(recorded, module=record_module(func, inputs, steps))
     elif steps:
-        raise TypeError("record_oracle: only a module has parameters, which `steps` of gradient descent update.")
-    write_oracle(os.fspath(path), oracle)
+        raise TypeError("record_reference: only a module has parameters, which `steps` of gradient descent update.")
+    write_torch_results(os.fspath(path), recorded)
 
 
 def _module_record(reference: Any, inputs: Sequence[Any] | None, steps: int) -> tuple[ModuleRecord, dict[str, str]]:
     """Returns the results of a torch module, computed or recorded, and the versions."""
     if inputs is None:
         if steps:
-            raise TypeError("paritycheck: a recorded file has its own steps. Pass `steps` to record_oracle.")
-        oracle = read_oracle(os.fspath(reference))
-        if oracle.module is None:
+            raise TypeError("paritycheck: a recorded file has its own steps. Pass `steps` to record_reference.")
+        recorded = read_torch_results(os.fspath(reference))
+        if recorded.module is None:
             raise TypeError(f"paritycheck: {reference} is not of a module, whose arrays `load` takes.")
-        return oracle.module, oracle.versions
+        return recorded.module, recorded.versions
     torch = _import_torch("paritycheck")
     if not isinstance(reference, torch.nn.Module):
         raise TypeError(f"paritycheck: with `load`, the reference has to be a torch module, got {reference!r}")
@@ -221,7 +222,7 @@ def _import_torch(what: str) -> Any:
     except ImportError as error:
         raise ImportError(
             f"jaxfn.{what} runs the torch function, and torch is not installed. Run `pip install torch` (the CPU "
-            "build suffices), or call jaxfn.record_oracle where it is installed, and pass that file to paritycheck."
+            "build suffices), or call jaxfn.record_reference where it is installed, and pass that file to paritycheck."
         ) from error
     return torch
 
@@ -236,7 +237,7 @@ def _are_alike(ours: Array, expected: Array) -> bool:
 
 def _run_torch(
     func: Any, args: Any, second_order: bool, what: str, differentiated: Collection[int] | None = None
-) -> Oracle:
+) -> TorchResults:
     torch = _import_torch(what)
     inputs = Inputs(as_arguments(args))
     backend = TorchBackend(func, differentiated)
@@ -245,16 +246,16 @@ def _run_torch(
         errors = {} if runs.no_double else _errors_of_torch(backend, inputs, second_order, runs.double)
     except Exception:  # it ran in double precision, and does not run in single precision
         errors = {}
-    oracle = Oracle(backend.name, inputs.args, runs, errors, _versions(torch))
-    if not oracle.outputs():
+    recorded = TorchResults(backend.name, inputs.args, runs, errors, _versions(torch))
+    if not recorded.outputs():
         raise ValueError(
             f"jaxfn.{what}: {backend.name} returned no tensor for these inputs, so there is nothing to compare"
         )
-    return oracle
+    return recorded
 
 
 def _errors_of_torch(backend: TorchBackend, inputs: Inputs, second_order: bool, double: Measurements) -> Measurements:
-    """Returns the errors of torch in the dtypes of the inputs, or in single precision; see `Oracle`.
+    """Returns the errors of torch in the dtypes of the inputs, or in single precision; see `TorchResults`.
 
     There are none if torch draws random numbers: then two runs differ by more than errors.
     """
@@ -278,14 +279,14 @@ def _errors_of_torch(backend: TorchBackend, inputs: Inputs, second_order: bool, 
 
 
 def _compare(
-    port: JaxBackend, oracle: Oracle, rtol: float | None, atol: float | None, second_order: bool
+    port: JaxBackend, recorded: TorchResults, rtol: float | None, atol: float | None, second_order: bool
 ) -> ParitycheckReport:
-    inputs = Inputs(oracle.args)
-    expected = oracle.runs
+    inputs = Inputs(recorded.args)
+    expected = recorded.runs
     second_order = second_order and expected.no_second_order is None
     ours = port.runs(inputs, second_order)
-    comparison = _ParityComparison(port.name, oracle, ours, rtol, atol)
-    report = ParitycheckReport(oracle.name, port.name, {**oracle.versions, "jax": jax.__version__})
+    comparison = _ParityComparison(port.name, recorded, ours, rtol, atol)
+    report = ParitycheckReport(recorded.name, port.name, {**recorded.versions, "jax": jax.__version__})
     for library, runs in ("torch", expected), ("JAX", ours):
         if runs.no_second_order is not None:
             report.notes.append(f"{library} has no second derivatives: {runs.no_second_order}")
@@ -298,7 +299,7 @@ def _compare(
     wrong = [row for row in report.rows if row.what in seconds and row.verdict == "formula"]
     if wrong:
         with CallMonitor(bypass_rules=False, stops_intermediates=True).active():
-            stopped = _ParityComparison(port.name, oracle, port.runs(inputs, second_order), rtol, atol)
+            stopped = _ParityComparison(port.name, recorded, port.runs(inputs, second_order), rtol, atol)
         for row in wrong:
             verdict = stopped.row(row.what).verdict
             row.verdict = "intermediate" if verdict == "equal" else verdict
@@ -325,23 +326,23 @@ class _ParityComparison:
 
     Args:
       port: the name of the port.
-      oracle: the results of torch.
+      recorded: the results of torch.
       ours: the results of JAX.
       rtol, atol: the tolerances that the caller passed.
     """
 
-    def __init__(self, port: str, oracle: Oracle, ours: Runs, rtol: float | None, atol: float | None) -> None:
+    def __init__(self, port: str, recorded: TorchResults, ours: Runs, rtol: float | None, atol: float | None) -> None:
         self._port = port
-        self._oracle = oracle
+        self._expected = recorded
         self._ours = ours
         self._tolerances = rtol, atol
 
     def row(self, what: str) -> ParitycheckRow:
         """Returns the row of an array of torch."""
-        expected = self._oracle.runs.native[what]
-        noise = self._oracle.ulps(what) * _eps(expected.dtype)
+        expected = self._expected.runs.native[what]
+        noise = self._expected.ulps(what) * _eps(expected.dtype)
         rtol, atol = self._tolerances
-        in_double = self._ours.double.get(what), self._oracle.runs.double.get(what)
+        in_double = self._ours.double.get(what), self._expected.runs.double.get(what)
         relative = _errors(*in_double, None, 0.0)
         row = compare(
             self._port,
@@ -356,19 +357,19 @@ class _ParityComparison:
         if row.verdict == "differs":
             row.verdict = self._explain(what)
         elif row.verdict == "equal" and atol is rtol is None and is_inexact(expected.dtype):
-            hidden = _errors(*in_double, self._ours.coarsest, self._oracle.ulps(what))
+            hidden = _errors(*in_double, self._ours.coarsest, self._expected.ulps(what))
             if hidden is not None and hidden[2] > 1:  # so that equality in half precision says nothing
                 row.verdict = "formula"
         return row
 
     def _explain(self, what: str) -> str:
         """Returns why a row differs; "differs" if no run in double precision tells."""
-        if what not in self._ours.double or what not in self._oracle.runs.double:
+        if what not in self._ours.double or what not in self._expected.runs.double:
             return "differs"
-        if self._agree(what, self._ours.double, self._oracle.runs.double):
+        if self._agree(what, self._ours.double, self._expected.runs.double):
             return "rounding"
         is_output = what.startswith("output")
-        if not is_output and self._agree(what, self._ours.nudged, self._oracle.runs.nudged):
+        if not is_output and self._agree(what, self._ours.nudged, self._expected.runs.nudged):
             return "kink"
         return "formula"
 
@@ -378,7 +379,7 @@ class _ParityComparison:
         pair = ours[what], expected[what]
         # A function may compute in single precision whatever the dtypes of its inputs are.
         coarser = min((x.dtype for x in pair), key=lambda dtype: dtype.itemsize)
-        found = _errors(*pair, coarser, self._oracle.ulps(what))
+        found = _errors(*pair, coarser, self._expected.ulps(what))
         return found is not None and found[2] <= 1
 
 

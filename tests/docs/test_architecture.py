@@ -12,7 +12,7 @@ MODULES = {".".join(path.relative_to(ROOT.parent).with_suffix("").parts): path f
 
 # From the bottom up. A module belongs to the longest of these that it begins with.
 LAYERS = [
-    ("jaxfn._compat", "jaxfn._traces", "jaxfn._captures"),
+    ("jaxfn._compat", "jaxfn._traces", "jaxfn._captures", "jaxfn._version"),
     ("jaxfn._jaxpr",),
     ("jaxfn._tree",),
     ("jaxfn._observe", "jaxfn._signature", "jaxfn._mesh_types", "jaxfn._diagnostics", "jaxfn._reports"),

@@ -608,7 +608,7 @@ def test_the_report_as_text_json_and_html():
 def test_a_recorded_module_without_torch(tmp_path):
     module = Stack(zeros=False)
     x = np.random.default_rng(0).standard_normal((5, 4)).astype(np.float32)
-    jaxfn.record_oracle(module, [x], tmp_path / "stack.npz", steps=2)
+    jaxfn.record_reference(module, [x], tmp_path / "stack.npz", steps=2)
     script = f"""
         import sys
         sys.modules["torch"] = None  # importing it fails
@@ -626,11 +626,11 @@ def test_a_recorded_module_without_torch(tmp_path):
     assert run.stdout == f"True None {1 + 13 + 12}\nFalse norms.1 {1 + 13 + 12}\n"
     with pytest.raises(TypeError, match="a recorded file has its own steps"):
         jaxfn.paritycheck(stack_port, tmp_path / "stack.npz", load=load_stack, steps=2)
-    jaxfn.record_oracle(torch.sin, [x], tmp_path / "sin.npz")
+    jaxfn.record_reference(torch.sin, [x], tmp_path / "sin.npz")
     with pytest.raises(TypeError, match="sin.npz is not of a module"):
         jaxfn.paritycheck(stack_port, tmp_path / "sin.npz", load=load_stack)
     with pytest.raises(TypeError, match="only a module has parameters"):
-        jaxfn.record_oracle(torch.sin, [x], tmp_path / "sin.npz", steps=1)
+        jaxfn.record_reference(torch.sin, [x], tmp_path / "sin.npz", steps=1)
 
 
 @row("H6b")

@@ -1,4 +1,4 @@
-"""H6, H7: a port next to the torch Function that it was ported from, live and from a recorded oracle."""
+"""H6, H7: a port next to the torch Function that it was ported from, live and from a recorded file."""
 
 import functools
 import json
@@ -160,7 +160,7 @@ SECOND = "second derivative, input 0"
 def test_a_saved_intermediate_is_a_note(port, is_recorded, tmp_path):
     inputs = random((4,))
     if is_recorded:
-        jaxfn.record_oracle(TorchGelu, inputs, tmp_path / "gelu.npz")
+        jaxfn.record_reference(TorchGelu, inputs, tmp_path / "gelu.npz")
         report = jaxfn.paritycheck(port, tmp_path / "gelu.npz", raise_exception=False)
     else:
         report = jaxfn.paritycheck(port, TorchGelu, inputs, raise_exception=False)
@@ -240,9 +240,9 @@ def test_another_number_of_outputs_is_said_once_and_right_gradients_are_equal(tm
     doubled = jaxfn.paritycheck(lambda x: (port(x)[0] * 2, x), one, [x], raise_exception=False)
     assert verdicts(doubled)["gradient of input 0"] == "formula"  # a wrong gradient is still found
 
-    jaxfn.record_oracle(one, [x], tmp_path / "one.npz")
+    jaxfn.record_reference(one, [x], tmp_path / "one.npz")
     assert verdicts(jaxfn.paritycheck(port, tmp_path / "one.npz", raise_exception=False)) == verdicts(report)
-    jaxfn.record_oracle(lambda x: (x.sin(), x.cos()), [x], tmp_path / "two.npz")
+    jaxfn.record_reference(lambda x: (x.sin(), x.cos()), [x], tmp_path / "two.npz")
     missing = jaxfn.paritycheck(jnp.sin, tmp_path / "two.npz", raise_exception=False)
     assert verdicts(missing) == {"output 0": "equal", "output 1": "missing"}
     assert missing.notes[0].endswith("Derivatives are not compared.")
@@ -337,7 +337,7 @@ def test_the_report_is_a_table_and_json():
 @row("H7")
 def test_recorded_and_checked_without_torch(tmp_path):
     path = tmp_path / "linear.npz"
-    jaxfn.record_oracle(TorchLinear, LINEAR, path)
+    jaxfn.record_reference(TorchLinear, LINEAR, path)
     with np.load(path, allow_pickle=False) as file:
         np.testing.assert_array_equal(file["native/output 0"], TorchLinear.apply(*map(torch.tensor, LINEAR)).numpy())
     script = f"""
@@ -363,7 +363,7 @@ def test_python_values_and_bfloat16(tmp_path):
     path = tmp_path / "scaled.npz"
     (x,) = random((3, 2))
     args = [x.astype(jnp.bfloat16), {"by": [2.0, None]}, 3, "name"]
-    jaxfn.record_oracle(lambda x, how, power, name: x**power * how["by"][0], args, path)
+    jaxfn.record_reference(lambda x, how, power, name: x**power * how["by"][0], args, path)
     report = jaxfn.paritycheck(lambda x, how, power, name: x**power * how["by"][0], path, raise_exception=False)
     assert report.rows[0].dtype == "bfloat16"
     assert report.rows[0].verdict == "equal"
@@ -372,20 +372,20 @@ def test_python_values_and_bfloat16(tmp_path):
 @row("H7")
 def test_what_cannot_be_written(tmp_path):
     with pytest.raises(TypeError, match="cannot write argument 1, a function"):
-        jaxfn.record_oracle(lambda x, f: f(x), [np.ones(2, np.float32), lambda x: x], tmp_path / "f.npz")
+        jaxfn.record_reference(lambda x, f: f(x), [np.ones(2, np.float32), lambda x: x], tmp_path / "f.npz")
     with pytest.raises(TypeError, match="Omit `inputs`"):
         jaxfn.paritycheck(lambda x: x, tmp_path / "f.npz", [1.0])
 
 
 @row("H7")
 def test_a_file_without_outputs_is_not_agreement(tmp_path):
-    jaxfn.record_oracle(torch.sin, random((3,)), tmp_path / "sin.npz")
+    jaxfn.record_reference(torch.sin, random((3,)), tmp_path / "sin.npz")
     with np.load(tmp_path / "sin.npz") as file:
         content = json.loads(str(file["content"]))
         others = {name: file[name] for name in file if not name.startswith(("content", "native/"))}
     content["dtypes"] = {name: dtype for name, dtype in content["dtypes"].items() if name in others}
     np.savez(tmp_path / "old.npz", content=np.array(json.dumps(content)), **others)
-    with pytest.raises(ValueError, match="old.npz has no outputs.*record_oracle"):
+    with pytest.raises(ValueError, match="old.npz has no outputs.*record_reference"):
         jaxfn.paritycheck(jnp.sin, tmp_path / "old.npz")
 
 
@@ -491,18 +491,25 @@ def test_an_error_without_a_text_in_second_derivatives():
 
 
 @row("H7")
-@pytest.mark.parametrize("content", [b"", b"not an archive", b"PK\x03\x04broken", "truncated", "other"])
+@pytest.mark.parametrize("content", [b"", b"not an archive", b"PK\x03\x04broken", "truncated", "other", "newer"])
 def test_a_broken_file(content, tmp_path):
     path = tmp_path / "sin.npz"
-    jaxfn.record_oracle(torch.sin, random((3,)), path)
+    jaxfn.record_reference(torch.sin, random((3,)), path)
     if content == "other":
         np.savez(path, x=np.ones(3))
+    elif content == "newer":
+        np.savez(path, content=np.array(json.dumps({"format": 2, "jaxfn": "9.0"})))
     elif content == "truncated":
         path.write_bytes(path.read_bytes()[:-300])
     else:
         path.write_bytes(content)
-    with pytest.raises(ValueError, match=r"paritycheck: .*sin.npz cannot be read \(.*\)\. Write it with record_oracle"):
+    with pytest.raises(
+        ValueError, match=r"paritycheck: .*sin.npz cannot be read \(.*\)\. Write it with jaxfn\.record_reference"
+    ) as caught:
         jaxfn.paritycheck(jnp.sin, path)
+    assert content != "newer" or f"format is 2, which jaxfn 9.0 wrote; jaxfn {jaxfn.__version__} reads" in str(
+        caught.value
+    )
 
 
 @row("H6")

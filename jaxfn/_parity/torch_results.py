@@ -17,13 +17,14 @@ from jaxfn._parity.comparison import expected_ulps
 from jaxfn._parity.inputs import Array
 from jaxfn._parity.module_record import ModuleRecord, module_record
 from jaxfn._reports import first_line
+from jaxfn._version import __version__
 
 _RUNS = ("native", "double", "nudged")
-_FORMAT = 3
+_FORMAT = 1
 
 
 @dataclass(frozen=True)
-class Oracle:
+class TorchResults:
     """The results of torch.
 
     Attributes:
@@ -50,26 +51,27 @@ class Oracle:
         """Returns the outputs, by names as `output 0`."""
         return {what: array for what, array in self.runs.native.items() if what.startswith("output")}
 
-    def without_derivatives(self) -> Oracle:
+    def without_derivatives(self) -> TorchResults:
         """Returns the results for the outputs alone."""
         return replace(self, runs=self.runs._replace(native=self.outputs()))
 
 
-def write_oracle(path: str, oracle: Oracle) -> None:
-    """Writes an oracle to a file."""
+def write_torch_results(path: str, found: TorchResults) -> None:
+    """Writes results of torch to a file."""
     arrays: dict[str, Array] = {}
-    args = [_encoded(arg, f"argument {i}", arrays) for i, arg in enumerate(oracle.args)]
-    results = {name: getattr(oracle.runs, name) for name in _RUNS} | {"errors": oracle.errors}
-    arrays |= {f"{run}/{what}": array for run, found in results.items() for what, array in found.items()}
-    module = None if oracle.module is None else _encoded(asdict(oracle.module), "the module", arrays)
+    args = [_encoded(arg, f"argument {i}", arrays) for i, arg in enumerate(found.args)]
+    results = {name: getattr(found.runs, name) for name in _RUNS} | {"errors": found.errors}
+    arrays |= {f"{run}/{what}": array for run, of_run in results.items() for what, array in of_run.items()}
+    module = None if found.module is None else _encoded(asdict(found.module), "the module", arrays)
     content = {
         "format": _FORMAT,
+        "jaxfn": __version__,
         "module": module,
-        "name": oracle.name,
+        "name": found.name,
         "args": args,
-        "no_second_order": oracle.runs.no_second_order,
-        "no_double": oracle.runs.no_double,
-        "versions": oracle.versions,
+        "no_second_order": found.runs.no_second_order,
+        "no_double": found.runs.no_double,
+        "versions": found.versions,
         # NumPy's format does not have bfloat16 and float8 types; they are written as bits.
         "dtypes": {name: str(array.dtype) for name, array in arrays.items()},
     }
@@ -78,36 +80,39 @@ def write_oracle(path: str, oracle: Oracle) -> None:
         np.savez(file, allow_pickle=False, content=np.array(json.dumps(content)), **plain)
 
 
-def read_oracle(path: str) -> Oracle:
-    """Reads an oracle from a file.
+def read_torch_results(path: str) -> TorchResults:
+    """Reads results of torch from a file.
 
     Raises:
       OSError: The file cannot be opened.
-      ValueError: It is not a file that `record_oracle` wrote, or has no outputs.
+      ValueError: It is not a file that `record_reference` wrote, or has no outputs.
     """
     try:
         with open(path, "rb") as file, np.load(file, allow_pickle=False) as content:
-            oracle = _read(content)
+            found = _read(content)
     except (ValueError, TypeError, KeyError, AttributeError, EOFError, zipfile.BadZipFile, zlib.error) as error:
         raise ValueError(
             f"paritycheck: {path} cannot be read ({type(error).__name__}: {first_line(error)}). Write it with "
-            "record_oracle of this version of jaxfn."
+            "jaxfn.record_reference of this version."
         ) from error
-    if not oracle.runs.native:
-        raise ValueError(f"paritycheck: {path} has no outputs. Write it with record_oracle of this version of jaxfn.")
-    return oracle
+    if not found.runs.native:
+        raise ValueError(f"paritycheck: {path} has no outputs. Write it with jaxfn.record_reference of this version.")
+    return found
 
 
-def _read(file: Any) -> Oracle:
+def _read(file: Any) -> TorchResults:
     content = json.loads(str(file["content"]))
     if content.get("format") != _FORMAT:
-        raise ValueError("it was written by another version of jaxfn")
+        raise ValueError(
+            f"its format is {content.get('format')}, which jaxfn {content.get('jaxfn', '(unknown)')} wrote; "
+            f"jaxfn {__version__} reads format {_FORMAT}"
+        )
     arrays = {name: _with_dtype(file[name], dtype) for name, dtype in content["dtypes"].items()}
     native, double, nudged, errors = (
         {name.removeprefix(f"{run}/"): x for name, x in arrays.items() if name.startswith(f"{run}/")}
         for run in (*_RUNS, "errors")
     )
-    return Oracle(
+    return TorchResults(
         content["name"],
         tuple(_decoded(arg, arrays) for arg in content["args"]),
         Runs(native, double, nudged, content["no_second_order"], content["no_double"]),
@@ -139,8 +144,8 @@ def _encoded(value: Any, where: str, arrays: dict[str, Array]) -> dict[str, Any]
     if value is None or type(value) in (bool, int, float, str):
         return {"value": value}
     raise TypeError(
-        f"record_oracle cannot write {where}, a {type(value).__name__}: it writes arrays, numbers, strings, None, and "
-        "lists, tuples and dicts of them. Record a function that has the rest built in."
+        f"record_reference cannot write {where}, a {type(value).__name__}: it writes arrays, numbers, strings, None, "
+        "and lists, tuples and dicts of them. Record a function that has the rest built in."
     )
 
 
