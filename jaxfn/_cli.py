@@ -1,4 +1,4 @@
-"""The command line for the public functions: `check`, `parity`, `explain`, `port` and `doctor`."""
+"""The command line: a command for each public function that checks, shows or writes something, and `doctor`."""
 
 from __future__ import annotations
 
@@ -12,22 +12,27 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-import numpy as np
-
 import jaxfn
+from jaxfn._check.arguments import as_arguments, as_function
 from jaxfn._reports import first_line
 
 _EXAMPLES = """examples:
-  python -m jaxfn check my_package.functions:Linear --shape 2,3 --shape 4,3 --shape 4
-  python -m jaxfn check my_package.functions:loss --inputs my_package.functions:example_inputs
-  python -m jaxfn parity my_port:Linear their_package:Linear --shape 2,3 --shape 4,3
-  python -m jaxfn parity my_port:Linear linear.npz
-  python -m jaxfn explain their_package:Linear --shape 2,3 --shape 4,3 --dtype float32
-  python -m jaxfn port their_package:Linear --example "float32[2,3], float32[4,3], None" -o linear.py
-  python -m jaxfn doctor --json
+  jaxfn check my_package.functions:Linear --example "float64[2,3], float64[4,3], float64[4]"
+  jaxfn check my_package.functions:loss --example my_package.functions:example_inputs
+  jaxfn kernelcheck my_kernels:softmax jax.nn:softmax --example "float32[4,7]"
+  jaxfn paritycheck my_port:Linear their_package:Linear --example "float32[2,3], float32[4,3]"
+  jaxfn paritycheck my_port:Linear linear.npz
+  jaxfn find_nan my_package.training:loss --example my_package.training:batch
+  jaxfn explain their_package:Linear --example "float32[2,3], float32[4,3]"
+  jaxfn port their_package:FocalLoss --example "float32[5,3], int64[5,3] < 2, 2.0" -o focal_loss.py
+  jaxfn doctor --json
 
-A name is module:attribute; modules are also found in the current directory. Exit codes: 0 passed, 1 failed, 2 wrong
-arguments."""
+A name is module:attribute; modules are also found in the current directory. `python -m jaxfn` is the same command. Exit
+codes: 0 passed, 1 found something or the code raised, 2 cannot be used so."""
+_EXAMPLE = (
+    "arguments, as 'float32[3,4], int64[3] < 5, 0.1' (random arrays and Python values), or module:name of them or of a "
+    "function that returns them"
+)
 
 
 class _UsageError(Exception):
@@ -47,6 +52,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except _UsageError as error:
         print(f"jaxfn: {first_line(error)}", file=sys.stderr)
         return 2
+    except ImportError as error:  # torch is not installed
+        print(f"jaxfn: {first_line(error)}", file=sys.stderr)
+        return 2
     except Exception as error:  # raised by the function that is checked
         print(f"jaxfn: {type(error).__name__}: {first_line(error)}", file=sys.stderr)
         return 1
@@ -54,53 +62,58 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = _Parser(
-        prog="python -m jaxfn",
+        prog="jaxfn",
         description="Checks Functions, compares ports, explains translations.",
         epilog=_EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    commands = parser.add_subparsers(required=True, metavar="command")
-    check = _command(commands, "check", _check, "check the derivatives of a function (jaxfn.check)")
-    check.add_argument("function", help="module:name of a Function or a function of arrays")
-    check.add_argument("--surrogate", help="module:name of the function whose derivative the rule claims to be")
-    _add_inputs(check, "float64")
-    parity = _command(commands, "parity", _parity, "compare a port with its torch original (jaxfn.paritycheck)")
+    parser.add_argument("--version", action="version", version=f"jaxfn {jaxfn.__version__}")
+    parser.set_defaults(run=lambda _: parser.print_help() or 0)
+    commands = parser.add_subparsers(metavar="command")
+    for name, what in ("check", "everything that needs no reference"), ("gradcheck", "first derivatives"):
+        check = _command(commands, name, _check, f"check {what} of a function")
+        check.add_argument("function", help="module:name of a Function or a function of arrays")
+        check.add_argument("--surrogate", help="module:name of the function whose derivative the rule claims to be")
+        _add_example(check)
+    kernel = _command(commands, "kernelcheck", _kernelcheck, "compare a kernel's errors with those of a reference")
+    kernel.add_argument("function", help="module:name of the kernel")
+    kernel.add_argument("reference", help="module:name of the reference, a function of JAX")
+    _add_example(kernel)
+    parity = _command(commands, "paritycheck", _paritycheck, "compare a port with its torch original")
     parity.add_argument("function", help="module:name of the port")
     parity.add_argument("reference", help="module:name of the torch Function, function or module, or a recorded file")
     parity.add_argument("--load", help="module:name of the function from a torch module's arrays to the parameters")
     parity.add_argument("--has-buffers", action="store_true", help="--load returns (parameters, buffers)")
-    _add_inputs(parity, "float32")
-    explain = _command(commands, "explain", _explain, "show the translation of torch code (jaxfn.explain)")
+    _add_example(parity)
+    residuals = _command(commands, "residuals", _residuals, "list what reverse mode saves for the backward pass")
+    find_nan = _command(commands, "find_nan", _find_nan, "find where a NaN or an infinity first appears")
+    for inspected in residuals, find_nan:
+        inspected.add_argument("function", help="module:name of a Function or a function of arrays")
+        _add_example(inspected)
+    explain = _command(commands, "explain", _explain, "show the translation of torch code")
     explain.add_argument("function", help="module:name of a torch Function, function or module")
-    _add_inputs(explain, "float32")
-    port = _command(commands, "port", _port, "rewrite torch code for JAX, with a test (jaxfn.port)")
+    _add_example(explain)
+    port = _command(commands, "port", _port, "rewrite torch code for JAX, with a test")
     port.add_argument("function", help="module:name of a torch Function or function")
-    port.add_argument(
-        "--example",
-        action="append",
-        required=True,
-        help="arguments, as 'float32[3,4], int64[3] < 5, 0.1' (random arrays and Python values), or module:name of "
-        "a function that returns a tuple of arguments; several for code with several branches",
-    )
-    port.add_argument("--seed", type=int, default=0, help="seed of random arguments (default: 0)")
     port.add_argument(
         "-o", "--output", required=True, help="file to write; test_FILE and FILE.npz are written next to it"
     )
+    _add_example(port)
     _command(commands, "doctor", _doctor, "show versions, and what of jaxfn works with them")
     return parser
 
 
 def _command(commands: Any, name: str, run: Callable[[Any], int], description: str) -> argparse.ArgumentParser:
-    parser = commands.add_parser(name, help=description, description=description.capitalize() + ".")
+    text = f"{description} (jaxfn.{name})" if hasattr(jaxfn, name) else description
+    parser = commands.add_parser(name, help=text, description=text.capitalize() + ".")
     parser.add_argument("--json", action="store_true", help="print JSON")
-    parser.set_defaults(run=run)
+    parser.set_defaults(run=run, command=name)
     return parser
 
 
-def _add_inputs(parser: argparse.ArgumentParser, dtype: str) -> None:
-    parser.add_argument("--shape", action="append", default=[], help="shape of an argument, as 3,4; once per argument")
-    parser.add_argument("--dtype", default=dtype, help=f"dtype of these arguments (default: {dtype})")
-    parser.add_argument("--inputs", help="module:name of a function that returns a tuple of arguments")
+def _add_example(parser: argparse.ArgumentParser) -> None:
+    several = "; several for code with several branches" * parser.prog.endswith(" port")
+    parser.add_argument("--example", action="append", default=[], help=_EXAMPLE + several)
     parser.add_argument("--seed", type=int, default=0, help="seed of random arguments (default: 0)")
 
 
@@ -123,31 +136,34 @@ def _load(name: str) -> Any:
 
 
 def _callable(name: str) -> Callable[..., Any]:
-    """Imports a function; of a `Function` class it returns `apply`."""
+    """Imports a function of arrays; of a `Function` class it returns `apply`."""
+    try:
+        return as_function(_torch_code(name), "this command")
+    except TypeError as error:
+        raise _UsageError(str(error)) from error
+
+
+def _torch_code(name: str) -> Any:
+    """Imports anything that can be called."""
     found = _load(name)
-    if isinstance(found, type) and issubclass(found, jaxfn.Function):
-        return found.apply
     if not callable(found):
         raise _UsageError(f"{name} is a {type(found).__name__}, expected a function")
     return found
 
 
-def _inputs(options: Any) -> tuple[Any, ...]:
-    if options.inputs:
-        return _arguments(options.inputs)
-    if not options.shape:
-        raise _UsageError("arguments are missing: pass --shape once per argument, or --inputs module:name")
-    generator = np.random.default_rng(options.seed)
-    try:
-        shapes = [tuple(int(size) for size in shape.rstrip(",").split(",") if shape) for shape in options.shape]
-        dtype = np.dtype(options.dtype)
-        if dtype.kind not in "fc":
-            raise ValueError(f"{dtype} is not a floating-point or complex dtype")
-    except (TypeError, ValueError) as error:
-        raise _UsageError(f"--shape takes sizes as 3,4 and --dtype a NumPy dtype: {error}") from error
-    if dtype.kind == "c":
-        return tuple((generator.standard_normal((*shape, 2)) @ [1, 1j]).astype(dtype) for shape in shapes)
-    return tuple(generator.standard_normal(shape).astype(dtype) for shape in shapes)
+def _examples(options: Any) -> list[tuple[Any, ...]]:
+    """Returns the arguments of each `--example`."""
+    if not options.example:
+        raise _UsageError("arguments are missing: pass --example 'float32[3], 2', or --example module:name")
+    return [_arguments(text, options.seed) for text in options.example]
+
+
+def _example(options: Any) -> tuple[Any, ...]:
+    """Returns the arguments of the only `--example`."""
+    first, *more = _examples(options)
+    if more:
+        raise _UsageError(f"{options.command} takes one --example, got {len(options.example)}")
+    return first
 
 
 def _conclude(options: Any, report: Any) -> int:
@@ -158,17 +174,25 @@ def _conclude(options: Any, report: Any) -> int:
 def _check(options: Any) -> int:
     function = _callable(options.function)
     surrogate = _callable(options.surrogate) if options.surrogate else None
-    return _conclude(options, jaxfn.check(function, _inputs(options), surrogate=surrogate, raise_exception=False))
+    check = getattr(jaxfn, options.command)
+    return _conclude(options, check(function, _example(options), surrogate=surrogate, raise_exception=False))
 
 
-def _parity(options: Any) -> int:
+def _kernelcheck(options: Any) -> int:
+    kernel, reference = _callable(options.function), _callable(options.reference)
+    return _conclude(options, jaxfn.kernelcheck(kernel, reference, _example(options), raise_exception=False))
+
+
+def _paritycheck(options: Any) -> int:
     if options.has_buffers and not options.load:
         raise _UsageError("--has-buffers needs --load")
     function = _callable(options.function)
     if Path(options.reference).is_file():
+        if options.example:
+            raise _UsageError("a recorded file has its own arguments: omit --example")
         reference, inputs = options.reference, None
     else:
-        reference, inputs = _callable(options.reference), _inputs(options)
+        reference, inputs = _torch_code(options.reference), _example(options)
     load = _callable(options.load) if options.load else None
     report = jaxfn.paritycheck(
         function, reference, inputs, load=load, has_buffers=options.has_buffers, raise_exception=False
@@ -176,39 +200,43 @@ def _parity(options: Any) -> int:
     return _conclude(options, report)
 
 
+def _residuals(options: Any) -> int:
+    return _conclude(options, jaxfn.residuals(_callable(options.function), *_example(options)))
+
+
+def _find_nan(options: Any) -> int:
+    origin = jaxfn.find_nan(_callable(options.function), *_example(options))
+    if origin is None:
+        print("null" if options.json else "no NaN or infinity reaches a result")
+        return 0
+    return _conclude(options, origin)
+
+
 def _explain(options: Any) -> int:
     try:
         converted = jaxfn.from_torch(_load(options.function))
-    except (ImportError, TypeError) as error:
+    except TypeError as error:
         raise _UsageError(str(error)) from error
-    explanation = jaxfn.explain(converted, *_inputs(options))
-    print(json.dumps({"explanation": str(explanation)}) if options.json else explanation)
-    return 0 if explanation else 1
+    return _conclude(options, jaxfn.explain(converted, *_example(options)))
 
 
 def _port(options: Any) -> int:
     port = importlib.import_module("jaxfn._port")
-    examples = [_example(text, options.seed, port.parse_example) for text in options.example]
-    written = port.write_port(_load(options.function), examples, Path(options.output))
+    written = port.write_port(_load(options.function), _examples(options), Path(options.output))
     result = {"files": list(map(str, written.files)), "notes": written.notes}
     print(json.dumps(result) if options.json else "\n".join((*(f"wrote {x}" for x in result["files"]), *written.notes)))
-    return 0
+    return 0 if written.passed else 1
 
 
-def _example(text: str, seed: int, parse: Callable[[str, int], tuple[Any, ...]]) -> tuple[Any, ...]:
-    if re.fullmatch(r"[\w.]+:[\w.]+", text):
-        return _arguments(text)
-    try:
-        return parse(text, seed)
-    except ValueError as error:
-        raise _UsageError(" ".join(str(error).split())) from error
-
-
-def _arguments(name: str) -> tuple[Any, ...]:
-    """Imports arguments, or a function that returns them."""
-    found = _load(name)
-    found = found() if callable(found) else found
-    return tuple(found) if isinstance(found, (tuple, list)) else (found,)
+def _arguments(text: str, seed: int) -> tuple[Any, ...]:
+    """Returns the arguments that a text describes, or that it names: they, or a function that returns them."""
+    if not re.fullmatch(r"[\w.]+:[\w.]+", text):
+        try:
+            return importlib.import_module("jaxfn._port").parse_example(text, seed)
+        except ValueError as error:
+            raise _UsageError(" ".join(str(error).split())) from error
+    found = _load(text)
+    return as_arguments(found() if callable(found) else found)
 
 
 def _doctor(options: Any) -> int:

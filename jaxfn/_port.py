@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import jax.numpy as jnp
 import numpy as np
 
 import jaxfn
@@ -51,10 +52,12 @@ class Port(NamedTuple):
     Attributes:
       files: The paths of the module, its test, and the recorded results.
       notes: What does not hold, in one line each.
+      passed: Whether the port agrees with torch.
     """
 
     files: list[Path]
     notes: list[str]
+    passed: bool = True
 
 
 def write_port(original: Any, examples: Sequence[Sequence[Any]], path: Path) -> Port:
@@ -88,7 +91,7 @@ def write_port(original: Any, examples: Sequence[Sequence[Any]], path: Path) -> 
     imports = "\nimport numpy as np\nimport pytest\n\nimport jaxfn"
     arguments = _arguments(examples[0], is_recorded=True)
     test.write_text(_TEST.format(skip=skip, imports=imports, arguments=arguments, **values))
-    return Port(files, notes)
+    return Port(files, notes, all(reports))
 
 
 def _gradcheck_error(function: Any, example: Sequence[Any]) -> str | None:
@@ -136,7 +139,7 @@ def parse_example(text: str, seed: int) -> tuple[Any, ...]:
             return ast.literal_eval(node)
         shape = ast.literal_eval(node.slice)
         shape = shape if isinstance(shape, tuple) else (shape,)
-        dtype = np.dtype(node.value.id)
+        dtype = jnp.dtype(node.value.id)
         if dtype.kind in "iub":
             return np.asarray(generator.integers(0, limit, shape)).astype(dtype)
         parts = generator.standard_normal((2, *shape))

@@ -1,4 +1,4 @@
-"""torch Functions, from which `python -m jaxfn port` wrote the other files of this folder."""
+"""torch Functions, from which `jaxfn port` wrote the other files of this folder."""
 
 import math
 

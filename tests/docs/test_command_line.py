@@ -29,6 +29,9 @@ FUNCTIONS = """
     class Square(square.Function):
         pass
 
+    def root(x):
+        return jnp.sqrt(-1 - x * x)
+
     def raising(x):
         raise ValueError("mine")
 
@@ -54,28 +57,41 @@ def run(folder, *arguments):
 
 @row("L5")
 def test_check_says_what_is_wrong_by_its_exit_code_and_as_json(folder):
-    right = run(folder, "check", "functions:Square", "--shape", "2,3")
+    right = run(folder, "check", "functions:Square", "--example", "float64[2,3]")
     assert right.returncode == 0 and right.stdout.startswith("check of Square.apply: passed"), right.stderr
-    wrong = run(folder, "check", "functions:wrong", "--inputs", "functions:inputs", "--json")
+    wrong = run(folder, "check", "functions:wrong", "--example", "functions:inputs", "--json")
     report = json.loads(wrong.stdout)
     assert wrong.returncode == 1 and not report["passed"]
     assert report["reports"][0]["mismatches"][0]["mistake"].startswith("a constant factor: 1.5")
 
 
 WRONG = {
-    ("check", "functions:missing", "--shape", "3"): "functions has no missing",
-    ("check", "nowhere:square", "--shape", "3"): "cannot import nowhere",
-    ("check", "functions", "--shape", "3"): "not of the form module:name",
-    ("check", "functions:number", "--shape", "3"): "number is a float, expected a function",
+    ("check", "functions:missing", "--example", "float64[3]"): "functions has no missing",
+    ("check", "nowhere:square", "--example", "float64[3]"): "cannot import nowhere",
+    ("check", "functions", "--example", "float64[3]"): "not of the form module:name",
+    ("check", "functions:number", "--example", "float64[3]"): "number is a float, expected a function",
     ("check", "functions:square"): "arguments are missing",
-    ("check", "functions:square", "--shape", "a"): "--shape takes sizes",
-    ("check", "functions:square", "--shape", "3", "--dtype", "int32"): "int32 is not a floating-point or complex dtype",
-    ("parity", "functions:square", "--shape", "3"): "required: reference",
-    ("parity", "functions:square", "missing.npz"): "'missing.npz' is not of the form module:name",
-    ("parity", "functions:square", "torch:square", "--shape", "3", "--has-buffers"): "--has-buffers needs --load",
-    ("parity", "functions:number", "missing.npz"): "number is a float, expected a function",
-    ("parity", "functions:square", "functions:number", "--shape", "3"): "number is a float, expected a function",
-    (): "required: command",
+    ("check", "functions:square", "--example", "float64["): "is not a list of arguments",
+    ("check", "functions:square", "--example", "3", "--example", "4"): "check takes one --example, got 2",
+    ("gradcheck", "torch.nn:Linear", "--example", "float64[3]"): "is torch code",
+    ("paritycheck", "functions:square", "--example", "float64[3]"): "required: reference",
+    ("paritycheck", "functions:square", "missing.npz"): "'missing.npz' is not of the form module:name",
+    (
+        "paritycheck",
+        "functions:square",
+        "torch:square",
+        "--example",
+        "float64[3]",
+        "--has-buffers",
+    ): "--has-buffers needs --load",
+    ("paritycheck", "functions:number", "missing.npz"): "number is a float, expected a function",
+    (
+        "paritycheck",
+        "functions:square",
+        "functions:number",
+        "--example",
+        "float64[3]",
+    ): "number is a float, expected a function",
     ("dance",): "invalid choice",
 }
 
@@ -92,33 +108,47 @@ def test_wrong_arguments_are_one_line(folder, arguments):
 def test_doctor_and_help(folder):
     found = json.loads(run(folder, "doctor", "--json").stdout)
     assert found["versions"]["jaxfn"] == jaxfn.__version__ and found["devices"]
-    assert "python -m jaxfn check" in run(folder, "--help").stdout
+    assert "jaxfn check" in run(folder, "--help").stdout == run(folder).stdout
+    assert run(folder, "--version").stdout == f"jaxfn {jaxfn.__version__}\n"
 
 
 @row("L5")
-def test_parity_and_explain(folder):
+def test_kernelcheck_residuals_and_find_nan(folder):
+    example = ("--example", "float32[3]")
+    kernel = run(folder, "kernelcheck", "functions:square", "functions:Square", *example)
+    assert kernel.returncode == 0 and kernel.stdout.startswith("kernelcheck of square"), kernel.stderr
+    assert run(folder, "kernelcheck", "functions:wrong", "functions:root", *example).returncode == 1
+    saved = json.loads(run(folder, "residuals", "functions:square", *example, "--json").stdout)
+    assert saved["bytes_by_function"] == {"forward": 12}
+    assert run(folder, "find_nan", "functions:square", *example).returncode == 0
+    found = run(folder, "find_nan", "functions:root", *example)
+    assert found.returncode == 1 and found.stdout.startswith("nan first appears in")
+
+
+@row("L5")
+def test_paritycheck_and_explain(folder):
     pytest.importorskip("torch")
-    right = run(folder, "parity", "functions:square", "torch:square", "--shape", "3")
+    right = run(folder, "paritycheck", "functions:square", "torch:square", "--example", "float64[3]")
     assert right.returncode == 0 and "paritycheck" in right.stdout, right.stderr
-    assert run(folder, "parity", "functions:wrong", "torch:square", "--shape", "3").returncode == 1
-    explained = run(folder, "explain", "torch:square", "--shape", "3")
+    assert run(folder, "paritycheck", "functions:wrong", "torch:square", "--example", "float64[3]").returncode == 1
+    explained = run(folder, "explain", "torch:square", "--example", "float64[3]")
     assert explained.returncode == 0 and "aten.pow.Tensor_Scalar" in explained.stdout, explained.stderr
-    assert run(folder, "explain", "torch:bincount", "--shape", "3").returncode == 1
-    failed = run(folder, "explain", "functions:square", "--shape", "3")
+    assert run(folder, "explain", "torch:bincount", "--example", "float64[3]").returncode == 1
+    failed = run(folder, "explain", "functions:square", "--example", "float64[3]")
     assert failed.returncode == 2 and "already runs on JAX" in failed.stderr
 
 
 RAISING = {
-    ("check", "functions:raising", "--shape", "3"): "ValueError: mine",
-    ("check", "functions:square", "--inputs", "functions:raising_inputs"): "TypeError: mine",
-    ("parity", "functions:raising", "torch:square", "--inputs", "functions:inputs"): "ValueError: mine",
+    ("check", "functions:raising", "--example", "float64[3]"): "ValueError: mine",
+    ("check", "functions:square", "--example", "functions:raising_inputs"): "TypeError: mine",
+    ("paritycheck", "functions:raising", "torch:square", "--example", "functions:inputs"): "ValueError: mine",
 }
 
 
 @row("L5")
 @pytest.mark.parametrize("arguments", RAISING, ids=" ".join)
 def test_an_error_of_the_users_code_is_a_failure(folder, arguments):
-    if arguments[0] == "parity":
+    if arguments[0] == "paritycheck":
         pytest.importorskip("torch")
     result = run(folder, *arguments)
     assert result.returncode == 1 and RAISING[arguments] in result.stderr
@@ -149,8 +179,8 @@ def test_parity_of_a_module(folder):
     pytest.importorskip("torch")
     (folder / "modules.py").write_text(textwrap.dedent(MODULES))
     options = ("modules:module", "--load", "modules:load", "--has-buffers", "--shape", "4,3")
-    right = run(folder, "parity", "modules:normalize", *options)
+    right = run(folder, "paritycheck", "modules:normalize", *options)
     assert right.returncode == 0 and "gradient of weight" in right.stdout, right.stderr
-    wrong = run(folder, "parity", "modules:wrong", *options, "--json")
+    wrong = run(folder, "paritycheck", "modules:wrong", *options, "--json")
     rows = json.loads(wrong.stdout)["rows"]
     assert {row["what"] for row in rows if row["verdict"] != "equal"} == {"buffer running_var"}

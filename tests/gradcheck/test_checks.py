@@ -426,8 +426,8 @@ def test_blocks_give_equal_results(reference):
             return grad_input, None if grad_weight is None else grad_weight.at[29, 8].multiply(1.001), None
 
     for max_memory in (2 << 20, 64 << 20):
-        passes(Linear.apply, inputs, reference=reference, max_memory=max_memory)
-        (mismatch,) = failure(Wrong.apply, inputs, reference=reference, max_memory=max_memory).mismatches
+        passes(Linear.apply, inputs, against=reference, max_memory=max_memory)
+        (mismatch,) = failure(Wrong.apply, inputs, against=reference, max_memory=max_memory).mismatches
         assert mismatch.count == 40  # the column of one weight, one row for each example
         assert all(entry.input_index == (29, 8) and entry.index[1] == 29 for entry in mismatch.entries)
 

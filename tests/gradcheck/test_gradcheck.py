@@ -166,7 +166,7 @@ def test_returns_or_raises():
 @row("G2")
 def test_every_reference():
     for reference in REFERENCES:
-        (mismatch,) = failure(scaled_sine(1.001), normal(3), reference=reference).mismatches
+        (mismatch,) = failure(scaled_sine(1.001), normal(3), against=reference).mismatches
         entry = mismatch.entries[0]
         assert (entry.numeric is None) == (reference == "autodiff")
         assert (entry.autodiff is None) == (reference == "finite_differences")
@@ -336,7 +336,7 @@ def test_programs_of_other_batching_rules_are_not_used_again():
 def test_x64_setting_is_left_alone(setting, factor):
     with jax.enable_x64(setting):
         for check in (gradcheck, gradgradcheck):
-            assert check(scaled_sine(factor), normal(3), raise_exception=False) is (
+            assert check(scaled_sine(factor), normal(3), raise_exception=False).passed is (
                 factor == 1 or check is not gradcheck
             )
             assert jax.config.jax_enable_x64 is setting
@@ -385,9 +385,9 @@ def test_a_factor_of_a_thousandth_is_caught_at_every_size(size, reference):
     def function(factor):
         return lambda x: size * scaled_sine(factor)(x)
 
-    passes(function(1.0), normal(5), reference=reference)
+    passes(function(1.0), normal(5), against=reference)
     for factor in (1.001, 0.999):
-        failure(function(factor), normal(5), reference=reference)
+        failure(function(factor), normal(5), against=reference)
 
 
 @row("G3")

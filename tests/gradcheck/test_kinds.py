@@ -302,7 +302,7 @@ def many_saved(count, factor):
 def test_the_search_for_a_wrong_saved_tensor_takes_about_as_long_as_the_check():
     def seconds(factor):
         start = time.process_time()
-        report = jaxfn.gradcheck(many_saved(8, factor), np.linspace(0.1, 1, 3))
+        report = jaxfn.gradcheck(many_saved(8, factor), np.linspace(0.1, 1, 3), raise_exception=False)
         assert report.passed == (factor == 1)
         return time.process_time() - start
 
