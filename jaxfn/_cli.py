@@ -68,7 +68,12 @@ def _parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--version", action="version", version=f"jaxfn {jaxfn.__version__}")
-    parser.set_defaults(run=lambda _: parser.print_help() or 0)
+
+    def print_help(_: Any) -> int:
+        parser.print_help()
+        return 0
+
+    parser.set_defaults(run=print_help)
     commands = parser.add_subparsers(metavar="command")
     for name, what in ("check", "everything that needs no reference"), ("gradcheck", "first derivatives"):
         check = _command(commands, name, _check, f"check {what} of a function")

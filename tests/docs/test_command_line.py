@@ -69,11 +69,10 @@ WRONG = {
     ("check", "functions:missing", "--example", "float64[3]"): "functions has no missing",
     ("check", "nowhere:square", "--example", "float64[3]"): "cannot import nowhere",
     ("check", "functions", "--example", "float64[3]"): "not of the form module:name",
-    ("check", "functions:number", "--example", "float64[3]"): "number is a float, expected a function",
+    ("check", "functions:number", "--example", "3"): "number is a float, expected a function",
     ("check", "functions:square"): "arguments are missing",
     ("check", "functions:square", "--example", "float64["): "is not a list of arguments",
     ("check", "functions:square", "--example", "3", "--example", "4"): "check takes one --example, got 2",
-    ("gradcheck", "torch.nn:Linear", "--example", "float64[3]"): "is torch code",
     ("paritycheck", "functions:square", "--example", "float64[3]"): "required: reference",
     ("paritycheck", "functions:square", "missing.npz"): "'missing.npz' is not of the form module:name",
     (
@@ -136,6 +135,8 @@ def test_paritycheck_and_explain(folder):
     assert run(folder, "explain", "torch:bincount", "--example", "float64[3]").returncode == 1
     failed = run(folder, "explain", "functions:square", "--example", "float64[3]")
     assert failed.returncode == 2 and "already runs on JAX" in failed.stderr
+    failed = run(folder, "gradcheck", "torch.nn:Linear", "--example", "float64[3]")
+    assert failed.returncode == 2 and "Linear is torch code" in failed.stderr
 
 
 RAISING = {
