@@ -52,7 +52,8 @@ def as_function(func: Any, check: str) -> Callable[..., Any]:
     if isinstance(func, type) and issubclass(func, Function):
         return func.apply
     if not runs_on_jax(func) and _is_of_torch(func):
-        name = function_name(func)
+        owner, name = getattr(func, "__self__", None), getattr(func, "__name__", type(func).__name__)
+        name = f"{owner.__name__}.{name}" if isinstance(owner, type) else name
         raise TypeError(
             f"{check} takes a JAX function, and {name} is torch code. Convert it with jaxfn.from_torch({name}), or "
             f"compare a port with it by jaxfn.paritycheck(port, {name}, inputs)."
@@ -63,10 +64,12 @@ def as_function(func: Any, check: str) -> Callable[..., Any]:
 
 
 def _is_of_torch(func: Any) -> bool:
-    """Whether a class, or that of an instance or a method, is torch's or derived from one of torch."""
+    """Whether a function is torch's, or a class, or that of an instance or a method, is derived from one of torch."""
     owner = getattr(func, "__self__", func)
     bases = owner.__mro__ if isinstance(owner, type) else type(owner).__mro__
-    return any(base.__module__.partition(".")[0] == "torch" for base in bases)
+    return any(
+        str(code.__module__).partition(".")[0] == "torch" for code in (func, *bases) if hasattr(code, "__module__")
+    )
 
 
 def require_numbers(check: str, *, can_be_zero: bool = False, **options: float | None) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from jaxfn._check.arguments import as_function, function_name, require_numbers
+from jaxfn._check.arguments import as_arguments, as_function, function_name, require_numbers
 from jaxfn._check.draws import random_generator
 from jaxfn._gradcheck.report.progress import Progress
 from jaxfn._kernelcheck.arguments import kernel_arguments
@@ -27,12 +27,12 @@ def kernelcheck(
     factor: float = 2.0,
     raise_exception: bool = True,
     argnums: int | Sequence[int] | None = None,
-    dtypes: Sequence[Any] = ("float32", "bfloat16"),
+    dtypes: Any | Sequence[Any] = ("float32", "bfloat16"),
     draws: int = 8,
     sizes: Sequence[Any] | None = None,
     shard: Callable[[Callable[..., Any]], Callable[..., Any]] | None = None,
     checks: Mapping[str, CustomCheck] | None = None,
-    skip: Sequence[str] = (),
+    skip: str | Sequence[str] = (),
     allow_zero_gradients: bool = False,
     seed: int = 0,
 ) -> KernelcheckReport:
@@ -75,7 +75,7 @@ def kernelcheck(
       raise_exception: Whether to raise on failure.
       argnums: The arguments to differentiate with respect to, as in `jax.grad`. Default: every floating-point array in
         all arguments.
-      dtypes: The dtypes to which to cast the inputs. All checks run in the first.
+      dtypes: The dtypes (or one) to which to cast the inputs. All checks run in the first.
       draws: The number of samples of outputs and gradients, each with other cotangents and with inputs that differ by
         a few units in the last place. Fewer samples make the check less sharp, and never raise a false alarm. Large
         arrays have fewer, at least two, as each has many entries.
@@ -85,7 +85,7 @@ def kernelcheck(
         `lambda f: jax.shard_map(f, mesh=mesh, in_specs=..., out_specs=...)`.
       checks: Further checks by name: functions of `(func, reference, inputs)` that return a message on failure, or
         `None`. `inputs` are the arguments in the first dtype.
-      skip: The names of checks to skip.
+      skip: The names of checks to skip, or one name.
       allow_zero_gradients: Whether a gradient of the reference may be zero.
       seed: The seed of all random numbers. Equal seeds give equal reports.
 
@@ -119,24 +119,24 @@ def kernelcheck(
     """
     func, reference = as_function(func, "kernelcheck"), as_function(reference, "kernelcheck(reference=...)")
     require_numbers("kernelcheck", factor=factor)
-    checked_dtypes = [_floating_dtype(dtype) for dtype in dtypes]
-    custom = dict(checks or {})
+    checked_dtypes = [_floating_dtype(dtype) for dtype in as_arguments(dtypes)]
+    custom, skipped = dict(checks or {}), frozenset(as_arguments(skip))
     if not all(map(callable, custom.values())):
         raise TypeError("kernelcheck: checks= takes functions by name")
     if repeated := sorted({*custom} & {*NAMES}):
         raise ValueError(f"kernelcheck: checks= has {repeated[0]!r}, the name of a check that exists already")
-    if unknown := sorted({*skip} - {*NAMES} - {*custom}):
+    if unknown := sorted(skipped - {*NAMES} - {*custom}):
         raise ValueError(f"kernelcheck: skip= names {unknown[0]!r}; the checks are {', '.join([*NAMES, *custom])}")
     if not checked_dtypes or draws < 1:
         raise ValueError("kernelcheck needs at least one dtype and one sample")
     generator = random_generator("kernelcheck", seed)
     arguments = kernel_arguments(reference, inputs, argnums, generator)
     others = None if sizes is None else [kernel_arguments(reference, other, argnums, generator) for other in sizes]
-    if "gradients" in skip:
+    if "gradients" in skipped:
         arguments = replace(arguments, chosen=frozenset())
         others = others and [replace(other, chosen=frozenset()) for other in others]
     report = KernelcheckReport(function_name(func), function_name(reference), factor)
-    options = CheckOptions(others, shard, custom, frozenset(skip), allow_zero_gradients)
+    options = CheckOptions(others, shard, custom, skipped, allow_zero_gradients)
     exact = Float64Reference(reference, arguments)
     with Progress(f"kernelcheck of {report.kernel}", "checks") as progress:
         for index, dtype in enumerate(checked_dtypes):

@@ -21,6 +21,7 @@ from jaxfn._parity.module_record import ModuleRecord, record_module
 from jaxfn._parity.ported_module import Load
 from jaxfn._parity.report import ParitycheckReport, ParitycheckRow
 from jaxfn._parity.torch_results import TorchResults, read_torch_results, write_torch_results
+from jaxfn._torch import runs_on_jax
 from jaxfn._tree import is_inexact
 
 _SAMPLES = 4  # of the inputs, for which the errors of torch are measured
@@ -181,7 +182,7 @@ def record_reference(
 
     Raises:
       ImportError: torch is not installed.
-      TypeError: An argument cannot be written, or `steps` were passed for a function.
+      TypeError: `func` runs on JAX, an argument cannot be written, or `steps` were passed for a function.
       ValueError: `func` returned no tensor.
 
     Examples:
@@ -239,6 +240,11 @@ def _run_torch(
     func: Any, args: Any, second_order: bool, what: str, differentiated: Collection[int] | None = None
 ) -> TorchResults:
     torch = _import_torch(what)
+    if runs_on_jax(func):
+        raise TypeError(
+            f"{what} compares with torch code, and {func!r} runs on JAX. jaxfn.kernelcheck(func, reference, inputs) "
+            "compares two functions of JAX."
+        )
     inputs = Inputs(as_arguments(args))
     backend = TorchBackend(func, differentiated)
     runs = backend.runs(inputs, second_order)

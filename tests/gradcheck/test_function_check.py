@@ -309,8 +309,16 @@ def test_a_class_and_its_apply_are_checked_and_torch_code_is_not(name):
 
     for f in (Cube, Cube.apply, lambda x: Cube.apply(x)):
         assert check(f, np.linspace(0.1, 1, 3)), f
-    for f in (TorchCube, TorchCube.apply, torch.nn.Linear(3, 3)):
-        with pytest.raises(TypeError, match=rf"^{name} takes a JAX function.*from_torch.*paritycheck"):
+    torch_code = {
+        "TorchCube": TorchCube,
+        "TorchCube.apply": TorchCube.apply,
+        "Linear": torch.nn.Linear(3, 3),
+        "sin": torch.sin,
+        "relu": torch.nn.functional.relu,
+    }
+    for code, f in torch_code.items():
+        message = rf"^{name} takes a JAX function, and {code} is torch code.*from_torch.*paritycheck"
+        with pytest.raises(TypeError, match=message):
             check(f, np.linspace(0.1, 1, 3))
 
 

@@ -137,8 +137,8 @@ def test_argnums_choose_what_is_differentiated():
 @pytest.mark.parametrize(
     "kwargs, error, message",
     [
-        ({"skip": ["gradient"]}, ValueError, "skip= names 'gradient'"),
-        ({"dtypes": ["float64"]}, ValueError, "expected float32"),
+        ({"skip": "gradient"}, ValueError, "skip= names 'gradient'"),
+        ({"dtypes": "float64"}, ValueError, "expected float32"),
         ({"dtypes": []}, ValueError, "at least one dtype"),
         ({"argnums": 3}, ValueError, "argnums names argument 3"),
         ({"inputs": np.arange(3)}, ValueError, "at least one floating-point array"),

@@ -335,6 +335,17 @@ def test_the_report_is_a_table_and_json():
 
 
 @row("H7")
+def test_a_reference_that_runs_on_jax(tmp_path):
+    converted = jaxfn.from_torch(TorchLinear)
+    for check in (
+        lambda: jaxfn.paritycheck(converted, converted, LINEAR),
+        lambda: jaxfn.record_reference(converted, LINEAR, tmp_path / "linear.npz"),
+    ):
+        with pytest.raises(TypeError, match="compares with torch code, and .*TorchLinear.* runs on JAX"):
+            check()
+
+
+@row("H7")
 def test_recorded_and_checked_without_torch(tmp_path):
     path = tmp_path / "linear.npz"
     jaxfn.record_reference(TorchLinear, LINEAR, path)
