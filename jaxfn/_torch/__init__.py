@@ -62,7 +62,7 @@ def from_torch(
         is a jaxfn Function.
       fallback: "callback" for a Function class that cannot be traced, because its Python code reads the values of
         tensors or because it calls compiled code: `forward` and `backward` run in torch on the host, each by one
-        `jax.pure_callback`, at every order of reverse mode and in `jit`, `vmap`, `scan` and `shard_map`. That is slow.
+        `jax.pure_callback`, in `jit`, `vmap`, `scan` and `shard_map`; a second derivative raises. That is slow.
         A Function that can be traced is traced. `jax.vmap` calls it for one element at a time; its own `vmap` is not
         used.
 

@@ -1,8 +1,9 @@
 """Functions that cannot be traced, run by torch on the host: `from_torch(F, fallback="callback")`.
 
-A host computation is a torch function of flat tensors: `F.apply`, its gradient by `torch.autograd.grad`, the gradient
-of that, and so on. Each is one `jax.pure_callback`. Nothing is stored on the host between callbacks: a gradient runs
-`forward` again, with an equal seed, and compares what it returns and stores on ctx with the first run.
+A host computation is a torch function of flat tensors: `F.apply`, or its gradient by `torch.autograd.grad`. Each is one
+`jax.pure_callback`. Nothing is stored on the host between callbacks: the gradient runs `forward` again, with an equal
+seed, and compares what it returns and stores on ctx with the first run. There is no second derivative: to torch, what
+code outside it computes is constant there, and so are intermediates on ctx.
 """
 
 from __future__ import annotations
@@ -22,11 +23,11 @@ from jax.core import Tracer
 from torch.utils import _pytree as torch_tree
 
 from jaxfn._context import FunctionCtx, ctx_state
-from jaxfn._function import Function
 from jaxfn._mesh_types import pcast_like
+from jaxfn._primitives import DeferredError, guard
 from jaxfn._torch.convert.definition import Definition
 from jaxfn._torch.convert.function_class import FunctionAdapter, mutation_message
-from jaxfn._torch.convert.host_checks import CHECKSUM_SIZE, TorchCalls, is_close, observed_class
+from jaxfn._torch.convert.host_checks import CHECKSUM_SIZE, LimitedCalls, is_close, observed_class
 from jaxfn._torch.convert.traced_code import TensorSpec, missing_key_message, names_int64, tensor_spec
 from jaxfn._torch.graph.source_lines import source_line
 from jaxfn._torch.values.arrays import jax_dtype, to_numpy, to_torch, torch_dtype
@@ -68,7 +69,6 @@ class HostForward:
     def __init__(
         self, definition: Definition, arguments: Any, specs: Sequence[TensorSpec], flags: tuple[bool, ...]
     ) -> None:
-        self.root = self
         self.definition = definition
         self.arguments = arguments
         self.input_specs = specs
@@ -89,22 +89,20 @@ class HostForward:
 
     def evaluate(self, tensors: Sequence[torch.Tensor], expected: Sequence[Any]) -> FlatTensors:
         """Computes the result of a callback."""
-        return self._apply(tensors, 0)
+        return self._apply(tensors)
 
-    def differentiable_results(
-        self, tensors: Sequence[torch.Tensor], expected: Sequence[Any], order: int
-    ) -> Sequence[Any]:
-        """Computes results with autograd's graph, which must be as expected, for a derivative of an order."""
+    def differentiable_results(self, tensors: Sequence[torch.Tensor], expected: Sequence[Any]) -> Sequence[Any]:
+        """Computes results with autograd's graph, which must be as expected."""
         num_checked = len(expected)
         if [x.requires_grad for x in tensors] != self.requires_grad:
             # More inputs need a gradient than in the first run, and `forward` may store more, with another checksum.
             num_checked -= 1
             state = torch.get_rng_state()
             pairs = zip(tensors, self.requires_grad, strict=True)
-            first = self._apply([x.detach().clone().requires_grad_(flag) for x, flag in pairs], 0).leaves
+            first = self._apply([x.detach().clone().requires_grad_(flag) for x, flag in pairs]).leaves
             self._check(first, expected, len(expected))
             torch.set_rng_state(state)
-        results = self._apply(tensors, order).leaves
+        results = self._apply(tensors).leaves
         self._check(results, expected, num_checked)
         return results
 
@@ -116,7 +114,7 @@ class HostForward:
                 "numbers only"
             )
 
-    def _apply(self, tensors: Sequence[torch.Tensor], order: int) -> FlatTensors:
+    def _apply(self, tensors: Sequence[torch.Tensor]) -> FlatTensors:
         checksums: list[torch.Tensor] = []
         # An input that is a leaf of autograd's graph could not be marked dirty.
         inputs = [x.clone() if x.requires_grad else x for x in tensors]
@@ -126,14 +124,19 @@ class HostForward:
             bound = inspect.signature(self.definition.original.forward).bind(*ctx, *args, **kwargs)
             bound.apply_defaults()
             args, kwargs = bound.args[len(ctx) :], bound.kwargs
-        output = observed_class(self.definition, order, checksums).apply(*args, **kwargs)
+        output = observed_class(self.definition, checksums).apply(*args, **kwargs)
         if any(x._version for x in inputs):
             warnings.warn(mutation_message(self.definition.name), stacklevel=2)
         leaves, template = flatten_tensors(output)
         return FlatTensors([*leaves, *checksums], template)
 
-    def infer_output(self) -> _Output:
-        """Returns the type of the result by a call of `forward` on example values, the first that raises no error."""
+    def output_type(self) -> _Output:
+        """Returns the type of the result, if it is not known by a call of `forward` on example values.
+
+        The first counts that raises no error.
+        """
+        if self.output is not None:
+            return self.output
         errors: list[Exception] = []
         while self._example is None and len(errors) < _NUM_EXAMPLES:
             found = self._example_output(len(errors))
@@ -151,58 +154,47 @@ class HostForward:
 
     def _example_output(self, i: int) -> _Output | Exception:
         try:
-            with TorchCalls(_MAX_EXAMPLE_CALLS):
+            with LimitedCalls(_MAX_EXAMPLE_CALLS):
                 return _evaluate(self, [_example(spec, i) for spec in self.input_specs], (), np.zeros(2, np.uint32))[0]
         except Exception as error:
             return error
 
 
 class HostGradient:
-    """The gradient of a host computation, as a function of its tensors and of gradients of its results.
+    """The gradient of `F.apply`, as a function of its tensors and of gradients of its results.
 
     Attributes:
+      of: The `F.apply`.
       flags: Which tensors get a gradient.
       has_gradient: Which results have a gradient.
       output: The type of the gradients.
-      root: The `F.apply` that all derivatives run again.
     """
 
-    def __init__(
-        self, of: HostForward | HostGradient, flags: Sequence[bool], has_gradient: Sequence[bool], output: _Output
-    ) -> None:
+    def __init__(self, of: HostForward, flags: Sequence[bool], has_gradient: Sequence[bool], output: _Output) -> None:
         self.of = of
-        self.root: HostForward = of.root
+        self.definition, self.autocast = of.definition, of.autocast
         self.flags = flags
         self.has_gradient = has_gradient
-        self.output: _Output | None = output
-        self.name = f"{self.root.definition.name}.backward"
+        self.output = output
+        self.name = f"{of.definition.name}.backward"
         self.requires_grad: list[bool] = [*map(max, flags, of.requires_grad), *[False] * sum(has_gradient)]
+
+    def output_type(self) -> _Output:
+        """Returns the type of the gradients."""
+        return self.output
 
     def evaluate(self, tensors: Sequence[torch.Tensor], expected: Sequence[Any]) -> FlatTensors:
         """Computes the result of a callback."""
-        gradients = self.differentiable_results(tensors, expected, 0)
-        pairs = zip(gradients, _where(self.flags, tensors), strict=True)
-        return flatten_tensors([torch.zeros_like(x) if g is None else g for g, x in pairs])
-
-    def differentiable_results(
-        self, tensors: Sequence[torch.Tensor], expected: Sequence[Any], order: int
-    ) -> Sequence[torch.Tensor | None]:
-        """Computes the gradient of each flagged tensor, `None` for one that has none, for a derivative of an order."""
         inputs, gradients = tensors[: len(self.flags)], tensors[len(self.flags) :]
-        is_second_order = isinstance(self.of, HostGradient)
-        results = self.of.differentiable_results(inputs, expected, order + 1)
-        pairs = list(zip(_where(self.has_gradient, results), gradients, strict=True))
-        in_graph = [(x, gradient.to(x.dtype)) for x, gradient in pairs if x is not None and x.requires_grad]
-        outputs, matching = [x for x, _ in in_graph], [gradient for _, gradient in in_graph]
-        if is_second_order and any(x is not None and not x.requires_grad and gradient.any() for x, gradient in pairs):
-            raise RuntimeError(
-                f"{self.name} computed a gradient without autograd's graph, so torch has no second derivative of "
-                "it (element 0 of tensors does not require grad and does not have a grad_fn)"
-            )
+        results = _where(self.has_gradient, self.of.differentiable_results(inputs, expected))
+        in_graph = [(x, g.to(x.dtype)) for x, g in zip(results, gradients, strict=True) if x.requires_grad]
         wanted = _where(self.flags, inputs)
-        if not outputs:
-            return [None] * len(wanted)
-        return torch.autograd.grad(outputs, wanted, matching, create_graph=order > 0, allow_unused=True)
+        found: Sequence[Any] = [None] * len(wanted)
+        if in_graph:
+            outputs, matching = zip(*in_graph, strict=True)
+            found = torch.autograd.grad(outputs, wanted, matching, allow_unused=True)
+        pairs = zip(found, wanted, strict=True)
+        return flatten_tensors([torch.zeros_like(x) if g is None else g for g, x in pairs])
 
 
 _HostCode = HostForward | HostGradient
@@ -225,7 +217,7 @@ def _evaluate(code: _HostCode, arrays: Any, expected: Any, seed: Any) -> tuple[_
         torch.random.fork_rng(devices=[]),
         torch.inference_mode(False),
         torch.enable_grad(),
-        torch.autocast("cpu", *code.root.autocast),
+        torch.autocast("cpu", *code.autocast),
     ):
         try:
             result = _run(code, tensors, expected, number)
@@ -244,7 +236,7 @@ def _run(code: _HostCode, tensors: Any, expected: Sequence[Any], seed: int | Non
     leaves = [x.clone().requires_grad_(flag) for x, flag in zip(tensors, code.requires_grad, strict=True)]
     result = code.evaluate(leaves, expected)
     if seed is None and not torch.equal(state, torch.get_rng_state()):
-        raise TranslationError(missing_key_message(code.name, code.root.definition))
+        raise TranslationError(missing_key_message(code.name, code.definition))
     return result
 
 
@@ -256,7 +248,7 @@ def _call(code: _HostCode, arrays: Sequence[Any], expected: Sequence[Any], key: 
         code.output = output
         results = [jnp.asarray(_cast(x, jax_dtype(s.dtype))) for x, s in zip(values, output.specs, strict=True)]
         return FlatTensors(results, output.template)
-    output = code.output or code.root.infer_output()
+    output = code.output_type()
     types = [jax.ShapeDtypeStruct(x.shape, jax_dtype(x.dtype)) for x in output.specs]
 
     def callback(*operands: Any) -> list[Any]:
@@ -285,25 +277,8 @@ def _cast(values: np.ndarray[Any, Any], dtype: np.dtype[Any]) -> np.ndarray[Any,
     return cast
 
 
-class _HostDerivative(Function):
-    """A `HostGradient` on JAX, whose derivative is the `HostGradient` of it."""
-
-    @staticmethod
-    def forward(ctx: FunctionCtx, code: HostGradient, key: Any, expected: tuple[Any, ...], *arrays: Any) -> Any:
-        ctx.set_materialize_grads(False)
-        ctx.save_for_backward(*arrays, *expected)
-        vars(ctx).update(code=code, key=key, num_arrays=len(arrays))
-        return tuple(_call(code, arrays, expected, key).leaves)
-
-    @staticmethod
-    def backward(ctx: Any, *grad_outputs: Any) -> Any:
-        arrays, expected = ctx.saved_tensors[: ctx.num_arrays], ctx.saved_tensors[ctx.num_arrays :]
-        flags = [flag and is_inexact(x.dtype) for flag, x in zip(ctx.needs_input_grad[3:], arrays, strict=True)]
-        return None, None, None, *_gradients(ctx.code, flags, arrays, expected, ctx.key, grad_outputs)
-
-
 def _gradients(
-    of: _HostCode, flags: Sequence[bool], arrays: Sequence[Any], expected: Any, key: Any, gradients: Sequence[Any]
+    of: HostForward, flags: Sequence[bool], arrays: Sequence[Any], expected: Any, key: Any, gradients: Sequence[Any]
 ) -> list[Any]:
     """Returns the gradient of each of the arrays, `None` for those that are not flagged."""
     has_gradient = [gradient is not None for gradient in gradients]
@@ -311,7 +286,16 @@ def _gradients(
         return [None] * len(flags)
     specs = [TensorSpec(x.shape, torch_dtype(x.dtype)) for x in _where(flags, arrays)]
     code = HostGradient(of, flags, has_gradient, _Output([Slot(i) for i in range(len(specs))], specs))
-    found = iter(_HostDerivative.apply(code, key, tuple(expected), *arrays, *_where(has_gradient, gradients)))
+    sources = [*arrays, *expected, *_where(has_gradient, gradients)]
+    *operands, key = jax.lax.stop_gradient([*sources, key])
+    n = len(arrays)
+    results = _call(code, [*operands[:n], *operands[n + len(expected) :]], operands[n : n + len(expected)], key).leaves
+    error = DeferredError(
+        TranslationError,
+        f"{of.definition.name}: torch runs it on the host (fallback='callback'), where it is differentiated once. For "
+        "second derivatives write what cannot be traced so that it can, or port the Function to JAX",
+    )
+    found = iter(guard(results, sources, error))
     return [next(found) if flag else None for flag in flags]
 
 
