@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from difflib import get_close_matches
 from itertools import islice
 from operator import is_
 from typing import Any, NamedTuple, cast
@@ -215,7 +216,7 @@ _MESSAGES = {
         "Return None for an output whose tangent is zero."
     ),
     "backward names": (
-        "returned gradients for {unknown}, which {verb} not among its parameters. The parameters are {names}."
+        "returned gradients for {unknown}, which {verb} not among its parameters.{close} The parameters are {names}."
     ),
     "backward keywords": (
         "returned gradients by position for the keywords {keywords}, whose order jax.jit and jax.checkpoint change. "
@@ -321,10 +322,13 @@ def _one_per_input(name: str, spec: InputSpec, returned: Any) -> Sequence[Any]:
         unknown = [key for key in named if key is None or (key not in names.names and key != names.variadic)]
         if not unknown:
             return _from_names(where, names, named)
-        if len(unknown) < len(named):
+        # Otherwise it may itself be the gradient of the only input.
+        if len(unknown) < len(named) or names.num_passed > 1 or spec.trees[0] is ARRAY_SPEC:
             verb = "is" if len(unknown) == 1 else "are"
             text = ", ".join(map(repr, unknown))
-            raise where.error("names", unknown=text, verb=verb, names=", ".join(names.names))
+            close = get_close_matches(str(unknown[0]), names.names, 1)
+            close = f" Did you mean {close[0]!r}?" if close else ""
+            raise where.error("names", unknown=text, verb=verb, close=close, names=", ".join(names.names))
     # A namedtuple is one gradient if the only input is a namedtuple of that type.
     if not isinstance(returned, tuple) or (
         type(returned) is not tuple and expected == 1 and spec.trees[0].container is type(returned)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+import difflib
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import islice
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar, cast
@@ -14,6 +15,7 @@ from jaxfn._signature import InputNames
 from jaxfn._tree import is_array_leaf
 
 _T = TypeVar("_T")
+_CLOSE = 0.85  # similarity of a name that is meant
 
 
 class _Named:
@@ -58,33 +60,36 @@ class NeedsInputGrad(_Named, tuple[bool, ...]):
         return f"{name!r} is not among the parameters: {', '.join(self._jaxfn_named)}"
 
 
-class SavedVariables(_Named, Mapping[str, Any]):
-    """The values that were saved by name, in the order of saving: `saved["weight"]`, `saved.weight`."""
+class SavedVariables(_Named, tuple[Any, ...]):
+    """The saved values: by position, as of torch's old `saved_variables`, `["weight"]` or `.weight`.
 
-    def __init__(self, named: Mapping[str, Any], num_positional: int = 0) -> None:
+    `keys`, `values` and `items` are those of a dict of the values that were saved by name.
+    """
+
+    def __new__(cls, tensors: tuple[Any, ...], named: Mapping[str, Any]) -> SavedVariables:
+        self = super().__new__(cls, (*tensors, *named.values()))
         self._jaxfn_named = dict(named)
-        self._num_positional = num_positional
+        return self
 
-    def __getitem__(self, name: str) -> Any:
-        if name not in self._jaxfn_named:
-            raise KeyError(self._not_saved(name))
-        return self._jaxfn_named[name]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._jaxfn_named)
-
-    def __len__(self) -> int:
-        return len(self._jaxfn_named)
+    def __getitem__(self, key: Any) -> Any:
+        if not isinstance(key, str):
+            return super().__getitem__(key)
+        if key not in self._jaxfn_named:
+            raise KeyError(self._not_saved(key))
+        return self._jaxfn_named[key]
 
     def __getattr__(self, name: str) -> Any:
+        if name in ("keys", "values", "items"):  # here, so that they do not hide a value of that name from checkers
+            return getattr(self._jaxfn_named, name)
         raise AttributeError(self._not_saved(name), name=name, obj=self)
 
-    def _not_saved(self, name: str) -> str:
-        by_position = f", and by position {self._num_positional}: ctx.saved_tensors" if self._num_positional else ""
-        return f"nothing was saved as {name!r}; saved: {', '.join(self._jaxfn_named) or 'nothing'}{by_position}"
+    def __contains__(self, key: object) -> bool:
+        return key in self._jaxfn_named
 
-    def __repr__(self) -> str:
-        return f"SavedVariables({self._jaxfn_named!r})"
+    def _not_saved(self, name: str) -> str:
+        by_position = len(self) - len(self._jaxfn_named)
+        text = f", and by position {by_position}: ctx.saved_tensors" if by_position else ""
+        return f"nothing was saved as {name!r}; saved: {', '.join(self._jaxfn_named) or 'nothing'}{text}"
 
 
 class ContextState:
@@ -99,7 +104,8 @@ class ContextState:
     non_differentiable: tuple[Any, ...] = ()
     dirty: tuple[Any, ...] = ()
     materialize_grads: bool = True
-    python_numbers: Sequence[Any] = ()  # inputs that would be arrays if they were differentiated
+    python_numbers: Sequence[Any] = ()  # inputs that would be arrays if they were differentiated or traced
+    can_save_numbers: bool = False
 
     def __init__(self, names: InputNames, needs_input_grad: tuple[bool, ...]) -> None:
         self.names = names
@@ -159,6 +165,9 @@ class FunctionCtx:
         if name in ("num_inputs", "num_outputs", "needs_input_grad"):
             when = "once forward has returned" if name == "num_outputs" else "in a call"
             raise AttributeError(f"ctx.{name} is known {when}; assign it to a FunctionCtx that you have created")
+        close = difflib.get_close_matches(name, [*dir(FunctionCtx), *vars(self)], 1, _CLOSE)
+        if close:
+            raise AttributeError(f"ctx has no {name!r}: did you mean {close[0]!r}?", name=name, obj=self)
         names = ", ".join(vars(self)) or "none"
         raise AttributeError(f"ctx has no attribute {name!r}: it was not set here or in forward (set: {names})")
 
@@ -183,7 +192,7 @@ class FunctionCtx:
 
         Torch counterpart: `ctx.save_for_backward`; the named form is R torch's.
         """
-        _check_saved("save_for_backward", tensors, self._jaxfn.python_numbers)
+        _check_saved("save_for_backward", tensors, self._jaxfn)
         self._jaxfn.tensors = tensors
         self._jaxfn.named = named
 
@@ -209,7 +218,7 @@ class FunctionCtx:
 
         Torch counterpart: `ctx.save_for_forward`.
         """
-        _check_saved("save_for_forward", tensors, self._jaxfn.python_numbers)
+        _check_saved("save_for_forward", tensors, self._jaxfn)
         self._jaxfn.for_forward = tensors
 
     @property
@@ -220,8 +229,8 @@ class FunctionCtx:
 
     @property
     def saved_variables(self) -> SavedVariables:
-        """The values that `save_for_backward` saved by name (R torch's form)."""
-        return SavedVariables(self._jaxfn.named, len(self._jaxfn.tensors))
+        """The values that `save_for_backward` saved, by name (R torch's form) and by position (old torch's)."""
+        return SavedVariables(self._jaxfn.tensors, self._jaxfn.named)
 
     @_Overridable
     def needs_input_grad(self) -> NeedsInputGrad:
@@ -353,14 +362,22 @@ class FunctionCtx:
             record_perturbation_read()
 
 
-def _check_saved(method: str, tensors: tuple[Any, ...], numbers: Sequence[Any]) -> None:
+def _check_saved(method: str, tensors: tuple[Any, ...], state: ContextState) -> None:
     for position, tensor in enumerate(tensors):
-        if tensor is not None and not is_array_leaf(tensor) and not any(tensor is number for number in numbers):
-            by_name = " or save it by name (ctx.save_for_backward(name=value))" if method == "save_for_backward" else ""
-            raise TypeError(
-                f"{method} can only save arrays or None, but argument {position} is of type {type(tensor).__name__}. "
-                f"Set it as an attribute (ctx.name = value){by_name}."
-            )
+        if tensor is None or is_array_leaf(tensor):
+            continue
+        is_input = any(tensor is number for number in state.python_numbers)
+        if is_input and state.can_save_numbers:
+            continue
+        what, fix = f"of type {type(tensor).__name__}", "Set"
+        if is_input:
+            what = f"the Python number {tensor!r}, an input that is static here and an array under jax.jit"
+            fix = f"Pass jnp.{jax.dtypes.canonicalize_dtype(type(tensor))}({tensor!r}), or set"
+        by_name = " or save it by name (ctx.save_for_backward(name=value))" if method == "save_for_backward" else ""
+        raise TypeError(
+            f"{method} can only save arrays or None, but argument {position} is {what}. {fix} it as an attribute "
+            f"(ctx.name = value){by_name}."
+        )
 
 
 class SavedNames(NamedTuple):

@@ -97,7 +97,7 @@ _OTHER_METHODS = (
 _UNKNOWN_KEYWORD = re.compile(r"^_?(\w+)\(\) got an unexpected keyword argument '(\w+)'")
 _CTX = re.compile(r"\bFunctionCtx\b(?!\.)")  # its methods' own errors begin with "FunctionCtx.name()"
 # Messages of ctx itself. They need no hint, but the name of the Function, which ctx does not know.
-_BY_CTX = ("save_for_backward can only save", "save_for_forward can only save", "ctx.log(...):")
+_BY_CTX = ("save_for_backward can only save", "save_for_forward can only save", "ctx.log(...):", "ctx has no '")
 _FUNCTIONS = ((jnp, "jnp"), (jax.nn, "jax.nn"), (jnp.linalg, "jnp.linalg"), (jax.lax, "jax.lax"))
 
 

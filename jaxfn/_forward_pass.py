@@ -431,8 +431,9 @@ def call_forward(
     state = ContextState(inputs.names, inputs.needs_input_grad(perturbed))
     ctx = FunctionCtx(state)
     # `jax.vmap` passes a number that it does not map unchanged, where `jax.jit` would pass an array.
-    if inputs.python_numbers and (not any(perturbed) or any(map(is_mapped, arrays))):
+    if inputs.python_numbers:
         state.python_numbers = inputs.python_numbers
+        state.can_save_numbers = not any(perturbed) or any(map(is_mapped, arrays))
     try:
         if methods.vmap is not None and use_vmap and any(map(is_traced, arrays)):
             returned = forward_with_vmap(methods, inputs, ctx, arrays)

@@ -174,6 +174,16 @@ MISTAKES = {
         AttributeError,
         "ctx has no attribute 'scale': it was not set here or in forward (set: none)\nIn Thing.backward: assign what",
     ),
+    "nearly a name of ctx": (
+        lambda: build(forward=save_one, backward=lambda ctx, grad_output: ctx.saved_variable[0]),
+        AttributeError,
+        "ctx has no 'saved_variable': did you mean 'saved_variables'?\nIn Thing.backward.",
+    ),
+    "a method of ctx, misspelt": (
+        lambda: build(forward=lambda ctx, x: ctx.save_for_backwards(x)),
+        AttributeError,
+        "ctx has no 'save_for_backwards': did you mean 'save_for_backward'?\nIn Thing.forward.",
+    ),
     "a name that nothing was saved by": (
         lambda: build(backward=lambda ctx, grad_output: ctx.saved_variables.weight),
         AttributeError,
