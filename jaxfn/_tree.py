@@ -122,7 +122,8 @@ _REF = _ArrayMarker("ref")  # a jax.Ref is mutated and has no derivative here
 
 
 @lru_cache(maxsize=4096)
-def _is_torch_tensor_type(kind: type) -> bool:
+def is_torch_tensor_type(kind: type) -> bool:
+    """Whether a type is torch's tensor or derived from it."""
     return any(base.__module__ == "torch" and base.__name__ == "Tensor" for base in kind.__mro__)
 
 
@@ -187,7 +188,7 @@ class TreeSpec:
 
     def check_no_torch_tensors(self, where: Callable[[], str]) -> None:
         """Raises `TypeError` if a static leaf is a torch tensor."""
-        if self is not ARRAY_SPEC and any(_is_torch_tensor_type(type(leaf)) for leaf in self.leaves):
+        if self is not ARRAY_SPEC and any(is_torch_tensor_type(type(leaf)) for leaf in self.leaves):
             raise TypeError(
                 f"{where()} is a torch tensor. A Function takes JAX and NumPy arrays: pass tensor.numpy(), or "
                 "convert torch code with jaxfn.from_torch."

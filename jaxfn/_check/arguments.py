@@ -17,6 +17,7 @@ from jax.tree_util import keystr, tree_map_with_path
 
 from jaxfn._function import Function, show_signature
 from jaxfn._torch import runs_on_jax
+from jaxfn._torch.values.arrays import with_arrays
 from jaxfn._tree import TreeSpec, double, flatten, is_array_leaf, is_inexact, is_none, leaves_with_path
 
 
@@ -59,7 +60,7 @@ def as_function(func: Any, check: str) -> Callable[..., Any]:
             f"compare a port with it by jaxfn.paritycheck(port, {name}, inputs)."
         )
     if not callable(func):
-        raise TypeError(f"{check} takes a Function class or a function, got {func!r}")
+        raise TypeError(f"{check} takes a Function class or a function, and its arguments; got {func!r} first")
     return func
 
 
@@ -80,8 +81,8 @@ def require_numbers(check: str, *, can_be_zero: bool = False, **options: float |
 
 
 def as_arguments(inputs: Any) -> tuple[Any, ...]:
-    """Returns the arguments that `inputs` holds: a tuple or a list of them, or the only one."""
-    return tuple(inputs) if isinstance(inputs, (tuple, list)) else (inputs,)
+    """Returns the arguments that `inputs` holds: a tuple or a list of them, or the only one; arrays for tensors."""
+    return with_arrays(tuple(inputs) if isinstance(inputs, (tuple, list)) else (inputs,))
 
 
 def flatten_arguments(

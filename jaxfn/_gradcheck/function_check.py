@@ -9,7 +9,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxfn._check.arguments import as_double, as_function, function_name
+from jaxfn._check.arguments import as_arguments, as_double, as_function, function_name
 from jaxfn._check.closeness import group_scale
 from jaxfn._gradcheck.problem.derivatives import ReverseOnlyError, derive
 from jaxfn._gradcheck.problem.problem import make_problem
@@ -112,7 +112,7 @@ def check(
     with jax.enable_x64(True):
         problem = make_problem("check", func, inputs, argnums, surrogate)
         # So that the checks below do not warn of lower precision again.
-        inputs = jax.tree.map(_as_double, inputs)
+        inputs = jax.tree.map(_as_double, as_arguments(inputs))
         derivatives = derive(problem, reverse=False, forward=True)
         has_forward_mode = not isinstance(derivatives.forward.rule, ReverseOnlyError)
         if derivatives.is_traced:

@@ -32,6 +32,7 @@ from jaxfn._inspection.interpreter import EqnInterpreter
 from jaxfn._jaxpr import all_eqns, open_jaxpr
 from jaxfn._observe import OBSERVATION, Label, Observation, label_p, named_line
 from jaxfn._reports import Report, public
+from jaxfn._torch.values.arrays import with_arrays
 from jaxfn._tree import TreeSpec, flatten, is_inexact, is_traced, leaves_with_path
 
 
@@ -131,6 +132,7 @@ def find_nan(f: Callable[..., Any], /, *args: Any, **kwargs: Any) -> NanOrigin |
     Torch counterpart: `torch.autograd.set_detect_anomaly`.
     """
     f = as_function(f, "find_nan")
+    args, kwargs = with_arrays((args, kwargs))
     origin = _find(f, args, kwargs)
     if origin is None or origin.function is not None:
         return origin

@@ -20,6 +20,7 @@ from jaxfn._jaxpr import SubJaxpr, is_any_of, is_variable, open_jaxpr, primitive
 from jaxfn._observe import OBSERVATION, Label, Observation, label_p
 from jaxfn._primitives import tie_p
 from jaxfn._reports import Report, aligned, html_table, public
+from jaxfn._torch.values.arrays import with_arrays
 from jaxfn._tree import is_array_leaf, is_inexact, replace_at
 
 
@@ -260,7 +261,7 @@ def residuals(
 
     Torch counterpart: none; `torch.autograd.graph.saved_tensors_hooks` can print what is saved.
     """
-    f = as_function(f, "residuals")
+    f, args = as_function(f, "residuals"), with_arrays(args)
     chosen = range(len(args)) if argnums is None else np.atleast_1d(argnums).tolist()
     if any(not -len(args) <= i < len(args) for i in chosen):
         raise ValueError(f"residuals: argnums={argnums}, but {len(args)} arguments were passed.")

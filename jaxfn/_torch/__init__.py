@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal, cast, overload
 import jax
 
 from jaxfn._functional import function
+from jaxfn._torch.values.arrays import with_arrays
 from jaxfn._torch.values.errors import TranslationError as TranslationError
 
 if TYPE_CHECKING:
@@ -222,6 +223,7 @@ def port(code: Any, /, *args: Any, examples: Sequence[Sequence[Any]] = (), **kwa
             "jaxfn.from_torch(module).apply, and rewrite the Functions that it applies: jaxfn.port(F, x)"
         )
     kwargs.pop(conversion.key_name, None)
+    args, kwargs, examples = with_arrays((args, kwargs, examples))
     return write_source(conversion.original, conversion.call, args, kwargs, examples)
 
 

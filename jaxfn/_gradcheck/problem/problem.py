@@ -94,16 +94,17 @@ def make_problem(
             )
         dtype = getattr(leaf, "dtype", None)
         if is_differentiated and dtype is not None and is_inexact(dtype) and double(dtype) != dtype:
-            warned.append(
-                f"{name} is {dtype}, which is not double precision. {check} converts it and computes in double "
-                "precision; a function that converts it back will likely fail the check."
-            )
+            warned.append(f"{name} is {dtype}")
         return as_double(leaf)
 
     arguments = flatten_arguments(func, inputs, argnums, in_double_precision)
     _require_differentiable(argnums, arguments)
-    for message in warned:
-        warnings.warn(message, stacklevel=3)
+    if warned:
+        warnings.warn(
+            f"{', '.join(warned)}, which is not double precision. {check} computes in double precision, and a function "
+            "that converts back will likely fail.",
+            stacklevel=3,
+        )
     indices, outputs = arguments.differentiated, [list[tuple[str, Any]]()]
 
     def flat(function: Callable[..., Any]) -> LeafFunction:

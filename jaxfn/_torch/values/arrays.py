@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxfn._torch.values.errors import TranslationError
+from jaxfn._tree import is_torch_tensor_type
 
 if TYPE_CHECKING:
     import torch
@@ -88,6 +89,13 @@ def to_numpy(tensor: torch.Tensor) -> np.ndarray[Any, Any]:
     else:
         values = dense.numpy(force=True)  # Forced, since autograd's zero tensors have no storage.
     return np.array(values)  # A copy, since the tensor may be mutated later.
+
+
+def with_arrays(tree: Any) -> Any:
+    """Returns a pytree with NumPy arrays in place of its torch tensors."""
+    if not any(is_torch_tensor_type(type(leaf)) for leaf in jax.tree.leaves(tree)):
+        return tree
+    return jax.tree.map(lambda leaf: to_numpy(leaf) if is_torch_tensor_type(type(leaf)) else leaf, tree)
 
 
 def to_torch(array: Any) -> torch.Tensor:
