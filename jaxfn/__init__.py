@@ -126,7 +126,10 @@ if not TYPE_CHECKING:  # to which every name would exist
         """Imports a tool from its module."""
         if name not in _MODULES:
             hint = "".join(f". {hint}." for names, hint in _HINTS.items() if name in names.split())
-            raise AttributeError(f"module {__name__!r} has no attribute {name!r}{hint}")
+            # `from jaxfn import name` asks here first, and would replace the text of an AttributeError.
+            is_import = sys._getframe(1).f_code.co_name == "_handle_fromlist"
+            error = ImportError if hint and is_import else AttributeError
+            raise error(f"module {__name__!r} has no attribute {name!r}{hint}")
         value = globals()[name] = getattr(import_module(_MODULES[name]), name)
         _set_modules()
         return value

@@ -236,7 +236,8 @@ def run_forward(
     names = input_names(spec) if OBSERVATION.value is Observation.VALUES else []
     if names:
         inputs = label_present(inputs, spec.name, "forward", "input", names)
-    with spec.scope("forward"), record_source_lines() if names else nullcontext():
+    has_lines = names or OBSERVATION.value is Observation.LINES
+    with spec.scope("forward"), record_source_lines() if has_lines else nullcontext():
         bound = spec.with_captured(tracers, captured)
         state, ctx, returned = call_forward(bound, inputs, flags, use_vmap)
         if any(flags):

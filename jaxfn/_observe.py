@@ -36,8 +36,9 @@ def record_perturbation_read() -> None:
 
 
 class Observation(Enum):
-    """A kind of arrays that a tool looks for."""
+    """What a tool looks for."""
 
+    LINES = "the lines of the operations in forward"
     RESIDUALS = "what backward reads of what forward saved"
     VALUES = "all arrays that pass between JAX and the methods of a Function"
 

@@ -247,9 +247,9 @@ class _Check:
         of_backward = [m for m in self.report.mismatches if m.mode == "reverse"]
         if any(all(entry.value == 0 for entry in mismatch.entries) for mismatch in of_backward):
             self.report.notes += [f"{m} returned None for {x}, so its gradient is zero" for m, x in d.without_gradient]
-        kinks = [mismatch.mistake == KINK for mismatch in self.report.mismatches]
-        self.report.notes += [_KINK_HINT] if any(kinks) else []
-        if not all(kinks) and not self.options.has_surrogate:
+        if any(mismatch.mistake == KINK for mismatch in self.report.mismatches):
+            self.report.notes.append(_KINK_HINT)
+        if any(map(_may_be_deliberate, self.report.mismatches)) and not self.options.has_surrogate:
             self.report.notes.append(_SURROGATE_HINT)
 
     def _note_differences(self) -> None:
@@ -321,6 +321,14 @@ class _Check:
             f"rounds: {decides} decided"
         )
         return has_surrogate
+
+
+def _may_be_deliberate(mismatch: Mismatch) -> bool:
+    """Whether the wrong entries replace a derivative of 0, as that of rounding, or of the identity."""
+    identity = mismatch.output_shape == mismatch.input_shape
+    return mismatch.mistake != KINK and all(
+        abs(e.expected) <= e.allowed or (identity and abs(e.expected - 1) <= e.allowed) for e in mismatch.entries
+    )
 
 
 def _step(eps: float | None, precision: float) -> float:

@@ -1,4 +1,4 @@
-"""Search for a saved array that makes a wrong rule right if it replaces another one.
+"""Search for a saved array that makes a wrong rule right if it replaces another one, or a term if it is scaled.
 
 # Note: how a rule runs with other saved arrays
 
@@ -10,13 +10,16 @@ or `jvp` reads. Evaluated again, the latter labels return other arrays:
 
 Inputs may be equal, zero or one at the checked point, so everything has to be right at a second, random point too.
 
+If no saved array does, each operand of an addition in the rule is scaled, by the factor that its results along one
+vector ask for: the rule of x² + sin(x) may have x in place of 2x.
+
 There are about as many replacements as pairs of saved arrays. Most are refuted by the rule's results along one vector,
 for which nothing is staged or compiled. The search stops when it has taken several times as long as the check.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from itertools import combinations
 from time import perf_counter
@@ -27,7 +30,7 @@ from jax.tree_util import tree_leaves, tree_unflatten
 
 from jaxfn._check.draws import random_generator
 from jaxfn._check.staging import JaxprFunction, stage
-from jaxfn._compat import eval_eqn, is_plain_jit, jit_p
+from jaxfn._compat import eqn_source_line, eval_eqn, is_plain_jit, jit_p
 from jaxfn._gradcheck.compare import Comparison
 from jaxfn._gradcheck.evaluation.batches import BatchedEvaluator
 from jaxfn._gradcheck.evaluation.execution import ExecutionMode
@@ -35,7 +38,7 @@ from jaxfn._gradcheck.evaluation.vectors import Arrays, Vectors, random_vectors
 from jaxfn._gradcheck.problem.derivatives import ADMode, available
 from jaxfn._gradcheck.projections import Projections
 from jaxfn._gradcheck.tolerance import ATOL, RTOL
-from jaxfn._jaxpr import eval_jaxpr_with, subjaxprs
+from jaxfn._jaxpr import eval_jaxpr_with, is_any_of, primitives, subjaxprs
 from jaxfn._observe import OBSERVATION, Label, Observation, label_p
 from jaxfn._tree import is_inexact
 
@@ -44,22 +47,24 @@ _FACTOR = 5  # how many times as long as the check the search may take
 _LEAST_SECONDS = 0.5
 _COARSER = 1e3  # factor of the tolerance along one vector, where nothing tells what is rounding
 _INLINED = (["jit"], ["call"], ["checkpoint"])
+_ADDITIONS = primitives("add sub add_any")
 
-_Key = tuple[int, int]  # of a labelled array: the number of its `label` eqn, in the order of evaluation, and its index
-_Replacements = dict[_Key, _Key]
+_Key = tuple[int, int]  # of an operand: the number of its `label` eqn or addition, as evaluated, and its index
+_Replacements = dict[_Key, _Key | float]  # by another one, or by a multiple of itself
 
 
-class _LabelEqn(NamedTuple):
-    """A `label` eqn as it was evaluated."""
+class _Evaluated(NamedTuple):
+    """A `label` eqn, or an addition, as it was evaluated."""
 
-    labels: tuple[Label, ...]
+    eqn: Any
+    labels: tuple[Label, ...]  # none of an addition
     arrays: Sequence[Any]
 
 
 def explain_by_saved(
     comparison: Comparison, mode: ADMode, *, by_autodiff: bool, is_fast: bool, seconds: float
 ) -> tuple[str | None, str | None]:
-    """Returns which saved array should replace which other one, if that alone makes all derivatives of a mode right.
+    """Returns which change alone makes all derivatives of a mode right: of a saved array, or of a factor of a term.
 
     Returns:
       The explanation, or `None`; and a note if the search was stopped.
@@ -72,8 +77,9 @@ def explain_by_saved(
     try:
         with OBSERVATION(Observation.VALUES):
             rule = stage(mode.derivative_of(d.call), points[0], vectors)
-            candidates = list(_candidates(_evaluate(rule, {}, points[1], vectors)[1]))
-        refuted = _refuter(comparison, mode, rule, points[0], vectors, by_autodiff=by_autodiff)
+            eqns = _evaluate(rule, {}, points[1], vectors)[1]
+            candidates = list(_candidates(eqns))
+        refuted, factor = _along_one_vector(comparison, mode, rule, points[0], vectors, by_autodiff=by_autodiff)
     except Exception:  # the user's code, traced again or at another point, must not hide the report
         return None, None
     at_points = [replace(comparison, evaluator=evaluator.at(xs)) for xs in points]
@@ -104,13 +110,23 @@ def explain_by_saved(
             right.append((text, replacements))
     # A swap explains no more than the half of it that suffices.
     texts = [text for text, replaced in right if not any(other.items() < replaced.items() for _, other in right)]
+    for text, key in [] if texts else _terms(eqns):
+        if perf_counter() > deadline:
+            break
+        scale = factor(key)
+        if scale is not None and not refuted({key: scale}) and is_right({key: scale}):
+            texts.append(f"a wrong factor of one term: {mode.method} is right with {scale:.6g} times the {text}")
     return " or ".join(texts) if 0 < len(texts) <= _MAX_EXPLANATIONS else None, None
 
 
-def _refuter(
+def _along_one_vector(
     comparison: Comparison, mode: ADMode, rule: JaxprFunction, xs: Arrays, vectors: Arrays, *, by_autodiff: bool
-) -> Callable[[_Replacements], bool]:
-    """Returns whether replacements are known not to make a rule right, from its results along one vector."""
+) -> tuple[Callable[[_Replacements], bool], Callable[[_Key], float | None]]:
+    """Returns two functions that compare a rule's results along one vector.
+
+    The first returns whether replacements are known not to make the rule right, the second the factor of a term with
+    which it may be.
+    """
     tolerance = replace(comparison.tolerance, atol=_COARSER * ATOL, rtol=_COARSER * RTOL)
     outputs = list(map(np.asarray, rule(xs, vectors)[0]))
     d = comparison.derivatives
@@ -123,20 +139,32 @@ def _refuter(
         if not mode.is_forward:
             expected = [_inner_product(vectors, expected)]
 
-    def refuted(replacements: _Replacements) -> bool:
+    def evaluate(replacements: _Replacements) -> tuple[list[Any], list[Any]] | None:
         try:
             own, results = _evaluate(rule, replacements, xs, vectors)[0]
         except Exception:  # a Python callback may raise for other arrays
-            return True
+            return None
         if not (by_autodiff or mode.is_forward):
             results = [_inner_product(results, directions)]
-        pairs = [
-            *zip(map(np.asarray, own), outputs, strict=True),
-            *zip(map(np.asarray, results), expected, strict=True),
-        ]
+        return list(map(np.asarray, own)), list(map(np.asarray, results))
+
+    def refuted(replacements: _Replacements) -> bool:
+        found = evaluate(replacements)
+        if found is None:
+            return True
+        pairs = [*zip(found[0], outputs, strict=True), *zip(found[1], expected, strict=True)]
         return not all(tolerance.agrees(a, b) for a, b in pairs)
 
-    return refuted
+    def factor(key: _Key) -> float | None:
+        once, twice = evaluate({}), evaluate({key: 2.0})
+        if once is None or twice is None:
+            return None
+        term = [b - a for a, b in zip(once[1], twice[1], strict=True)]
+        missing = [y - a for a, y in zip(once[1], expected, strict=True)]
+        size = float(_inner_product(term, term))
+        return 1 + float(_inner_product(term, missing)) / size if size else None
+
+    return refuted, factor
 
 
 def _inner_product(a: Sequence[Any], b: Sequence[Any]) -> Any:
@@ -156,16 +184,21 @@ def _uncompiled(comparison: Comparison) -> Comparison:
     return replace(comparison, evaluator=BatchedEvaluator(ExecutionMode.PYTHON_LOOP, e.xs, e.max_memory, e.progress))
 
 
-def _evaluate(rule: JaxprFunction, replacements: Mapping[_Key, _Key], *args: Any) -> tuple[Any, list[_LabelEqn]]:
-    """Returns the results of a rule in which earlier labelled arrays replace others, and its `label` eqns."""
-    evaluated: list[_LabelEqn] = []
+def _evaluate(rule: JaxprFunction, replacements: _Replacements, *args: Any) -> tuple[Any, list[_Evaluated]]:
+    """Returns the results of a rule with replacements, and its `label` eqns and additions."""
+    evaluated: list[_Evaluated] = []
+
+    def replaced(key: _Key) -> Any:
+        other = replacements.get(key, key)
+        n, i = key if isinstance(other, float) else other
+        return evaluated[n].arrays[i] * other if isinstance(other, float) else evaluated[n].arrays[i]
 
     def evaluate(_: int, eqn: Any, operands: list[Any]) -> Sequence[Any]:
-        if eqn.primitive is label_p:
+        if eqn.primitive is label_p or is_any_of(eqn, _ADDITIONS):
             number = len(evaluated)
-            evaluated.append(_LabelEqn(eqn.params["labels"], operands))
-            sources = [replacements.get((number, i), (number, i)) for i in range(len(operands))]
-            return [evaluated[n].arrays[i] for n, i in sources]
+            evaluated.append(_Evaluated(eqn, eqn.params.get("labels", ()), operands))
+            operands = [replaced((number, i)) for i in range(len(operands))]
+            return operands if eqn.primitive is label_p else eval_eqn(eqn, operands)
         inner = subjaxprs(eqn)
         if [sub.kind for sub in inner] not in _INLINED or (eqn.primitive is jit_p and not is_plain_jit(eqn)):
             return eval_eqn(eqn, operands)
@@ -175,7 +208,20 @@ def _evaluate(rule: JaxprFunction, replacements: Mapping[_Key, _Key], *args: Any
     return tree_unflatten(rule.tree, results), evaluated
 
 
-def _candidates(eqns: Sequence[_LabelEqn]) -> Iterator[tuple[str, _Replacements]]:
+def _terms(eqns: Sequence[_Evaluated]) -> Iterator[tuple[str, _Key]]:
+    """Yields the operands of additions after the first read of saved arrays: those of the rule, not of `forward`."""
+    reads = [n for n, eqn in enumerate(eqns) if _is_read(eqn)]
+    for n, (eqn, labels, arrays) in enumerate(eqns):
+        if reads and n > reads[0] and not labels and is_inexact(arrays[0].dtype):
+            for i, text in enumerate(("first", "second")):
+                yield f"{text} term at {eqn_source_line(eqn)}", (n, i)
+
+
+def _is_read(eqn: _Evaluated) -> bool:
+    return bool(eqn.labels) and eqn.labels[0].role == "saved" and eqn.labels[0].method != "forward"
+
+
+def _candidates(eqns: Sequence[_Evaluated]) -> Iterator[tuple[str, _Replacements]]:
     """Yields explanations, as text and as the replacements that have to make the rule right."""
     label = {(n, i): label for n, eqn in enumerate(eqns) for i, label in enumerate(eqn.labels)}
 
@@ -187,7 +233,7 @@ def _candidates(eqns: Sequence[_LabelEqn]) -> Iterator[tuple[str, _Replacements]
     def name(key: _Key) -> str:
         return label[key].name if label[key].role == "saved" else f"{label[key].role} {label[key].name}"
 
-    reads = [n for n, eqn in enumerate(eqns) if eqn.labels[0].role == "saved" and eqn.labels[0].method != "forward"]
+    reads = [n for n, eqn in enumerate(eqns) if _is_read(eqn)]
     for function, method in {eqns[n].labels[0][:2]: None for n in reads}:
         calls = [n for n in reads if eqns[n].labels[0][:2] == (function, method)]
         if len({eqns[n].labels for n in calls}) > 1:

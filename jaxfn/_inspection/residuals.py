@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import inspect
 import itertools
 import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any, NamedTuple, overload
 
 import jax
@@ -15,7 +17,7 @@ import numpy as np
 from jax.core import AbstractValue
 
 from jaxfn._check.arguments import as_function
-from jaxfn._compat import make_jaxpr, name_p
+from jaxfn._compat import eqn_source_line, make_jaxpr, name_p
 from jaxfn._jaxpr import SubJaxpr, is_any_of, is_variable, open_jaxpr, primitives, subjaxprs
 from jaxfn._observe import OBSERVATION, Label, Observation, label_p
 from jaxfn._primitives import tie_p
@@ -41,6 +43,7 @@ class Residual(NamedTuple):
       is_packed: whether saved-tensor hooks have packed it.
       is_on_host: whether it is in host memory.
       is_duplicate: whether an earlier row has this array, which is counted once.
+      location: where it is computed, as "file:line:column (function)"; "" for an argument or a constant.
     """
 
     function: str
@@ -54,6 +57,7 @@ class Residual(NamedTuple):
     is_packed: bool = False
     is_on_host: bool = False
     is_duplicate: bool = False
+    location: str = ""
 
     @property
     def notes(self) -> str:
@@ -61,7 +65,8 @@ class Residual(NamedTuple):
         notes = [*self.enclosing]
         notes += [f"is {self.argument}"] * bool(self.argument and self.argument != self.name)
         notes += ["packed"] * self.is_packed + ["on the host"] * self.is_on_host
-        return ", ".join(notes + ["counted above"] * self.is_duplicate)
+        notes += ["counted above"] * self.is_duplicate + [Path(self.location).name] * bool(self.location)
+        return ", ".join(notes)
 
 
 _HEADER = ("Function", "saved as", "shape", "dtype", "bytes", "is", "")
@@ -185,7 +190,8 @@ class ResidualComparison(_Printed, Mapping[str, ResidualTable]):
         return {name: table.to_dict() for name, table in self.items()}
 
 
-_Policy = Callable[..., Any] | None
+_Policy = Callable[..., Any] | str | None
+_Policies = Mapping[str, _Policy] | Sequence[_Policy]
 
 
 @overload
@@ -196,7 +202,7 @@ def residuals(
 
 @overload
 def residuals(
-    f: Callable[..., Any], /, *args: Any, argnums: int | Sequence[int] | None = None, policies: Mapping[str, _Policy]
+    f: Callable[..., Any], /, *args: Any, argnums: int | Sequence[int] | None = None, policies: _Policies
 ) -> ResidualComparison: ...
 
 
@@ -205,7 +211,7 @@ def residuals(
     /,
     *args: Any,
     argnums: int | Sequence[int] | None = None,
-    policies: Mapping[str, _Policy] | None = None,
+    policies: _Policies | None = None,
 ) -> ResidualTable | ResidualComparison:
     """Lists the arrays that reverse mode saves for the backward pass of `f`, and which Function saved each of them.
 
@@ -220,8 +226,8 @@ def residuals(
         differentiated need no residuals, so pass what the training step passes. If such an argument has leaves that
         `jax.grad` does not accept (functions, strings, Python integers and booleans), it is differentiated with respect
         to its arrays only, as by `equinox.filter_grad`.
-      policies: Checkpoint policies to compare, by name: the `policy` of `jax.checkpoint(f, policy=...)`, of which
-        `None` saves only arguments.
+      policies: Checkpoint policies to compare, by name or in a list: each the `policy` of `jax.checkpoint(f,
+        policy=...)`, of which `None` saves only arguments, or its name in `jax.checkpoint_policies`.
 
     Returns:
       A `ResidualTable` with one row per array and Function, in the order of the pullback's arrays, without arrays of
@@ -229,8 +235,8 @@ def residuals(
       `ResidualComparison`: the table "no checkpoint" of `f`, and one for each policy.
 
     Raises:
-      TypeError: An output is not an array, an argument in `argnums` has no array or float, or a policy is not callable.
-      ValueError: `argnums` names an argument that was not passed.
+      TypeError: An output is not an array, an argument in `argnums` has no array or float, or a policy is not one.
+      ValueError: `argnums` names an argument that was not passed, or two policies in a list have one name.
 
     Examples:
       >>> import jax, jax.numpy as jnp, jaxfn
@@ -245,15 +251,10 @@ def residuals(
       ...     return grad_output * (s + x * s * (1 - s))
       >>> x = jax.ShapeDtypeStruct((1000,), jnp.float32)
       >>> ledger = jaxfn.residuals(lambda x: jnp.sin(swish(x)), x)
-      >>> print(ledger)
-      Function  saved as  shape    dtype    bytes  is
-      ---------------------------------------------------------------------
-      swish     x         (1000,)  float32  4,000  input         is args[0]
-      JAX       cos       (1000,)  float32  4,000  intermediate
-      ---------------------------------------------------------------------
-      swish                                 4,000                total
-      JAX                                   4,000                total
-      all                                   8,000                total
+      >>> for row in ledger:  # print(ledger) formats them as a table
+      ...     print(row.function, row.name, row.role, row.nbytes)
+      swish x input 4000
+      JAX cos intermediate 4000
       >>> assert ledger.total_bytes == 8000
       >>> everything = jax.checkpoint_policies.everything_saveable
       >>> jaxfn.residuals(lambda x: jnp.sin(swish(x)), x, policies={"none": None, "all": everything}).total_bytes
@@ -279,11 +280,27 @@ def residuals(
 
     if policies is None:
         return table(lambda f: f)
-    for name, policy in policies.items():
-        if policy is not None and not callable(policy):
-            raise TypeError(f"residuals: policies[{name!r}] is {policy!r}, expected a jax.checkpoint policy or None.")
-    compared = {name: table(partial(jax.checkpoint, policy=policy)) for name, policy in policies.items()}
+    named = _policies_by_name(policies).items()
+    compared = {name: table(partial(jax.checkpoint, policy=policy)) for name, policy in named}
     return ResidualComparison({"no checkpoint": table(lambda f: f)} | compared)
+
+
+def _policies_by_name(policies: _Policies) -> dict[str, Any]:
+    if not isinstance(policies, Mapping):
+        names = [policy if isinstance(policy, str) else getattr(policy, "__name__", str(policy)) for policy in policies]
+        if len({*names}) < len(names):
+            raise ValueError(f"residuals: policies= has {', '.join(names)}. Pass a dict, with a name for each.")
+        policies = dict(zip(names, policies, strict=True))
+    found: dict[str, Any] = {}
+    for name, policy in policies.items():
+        found[name] = getattr(jax.checkpoint_policies, policy, None) if isinstance(policy, str) else policy
+        kinds = [p.kind for p in inspect.signature(found[name]).parameters.values()] if callable(found[name]) else []
+        if policy is not None and inspect.Parameter.VAR_KEYWORD not in kinds:  # it is called with an eqn's params
+            raise TypeError(
+                f"residuals: policies[{name!r}] is {policy!r}, expected a jax.checkpoint policy, the name of one in "
+                "jax.checkpoint_policies, or None."
+            )
+    return found
 
 
 class _Passes:
@@ -321,7 +338,8 @@ class _Passes:
             trees[:] = tree, jax.tree_util.tree_structure(output)
             return outputs, saved
 
-        self._forward, _ = open_jaxpr(jax.make_jaxpr(forward)(*(leaves[i] for i in arrays)))
+        with OBSERVATION(Observation.LINES):
+            self._forward, _ = open_jaxpr(jax.make_jaxpr(forward)(*(leaves[i] for i in arrays)))
         pullback_tree, output_tree = trees
         num_outputs = output_tree.num_leaves
         self._outputs = self._forward.outvars[:num_outputs]
@@ -344,7 +362,7 @@ class _Passes:
         """Yields a row for each residual array and each Function that reads it."""
         seen: set[Any] = set()
         constants, outputs = set(self._forward.constvars), set(filter(is_variable, self._outputs))
-        operations = _operations(self._forward, [""] * len(self._forward.invars))
+        origins = _origins(self._forward, [_NO_ORIGIN] * len(self._forward.invars))
         all_readers = _readers(self._backward, [[] for _ in self._backward.outvars], ())
         for saved, read in zip(self._saved, self._backward.invars, strict=False):
             nbytes = math.prod(saved.aval.shape) * saved.aval.dtype.itemsize
@@ -352,14 +370,16 @@ class _Passes:
                 continue
             is_traced = is_variable(saved)
             argument = self._arguments.get(saved, "") if is_traced else ""
+            operation, location = origins.get(saved, _NO_ORIGIN) if is_traced else _NO_ORIGIN
             row = Residual(
                 "JAX",
-                argument or (operations.get(saved, "") if is_traced else ""),
+                argument or operation,
                 saved.aval.shape,
                 str(saved.aval.dtype),
                 nbytes,
                 "input" if argument else "intermediate",
                 argument=argument,
+                location=location,
                 is_on_host=is_traced and saved.aval.memory_space == jax.memory.Space.Host,
             )
             if not is_traced or saved in constants:
@@ -442,26 +462,36 @@ def _readers(jaxpr: Any, of_outputs: Sequence[list[_Reader]], enclosing: tuple[s
     return readers
 
 
-def _operations(jaxpr: Any, of_inputs: Sequence[str]) -> dict[Any, str]:
-    """Returns for each variable the operation that computes it, or its name by `checkpoint_name`; "" if none does."""
-    operations = dict(zip(jaxpr.invars, of_inputs, strict=True))
+class _Origin(NamedTuple):
+    """The operation that computes a variable, or its name by `checkpoint_name`; and its location."""
+
+    operation: str
+    location: str
+
+
+_NO_ORIGIN = _Origin("", "")
+
+
+def _origins(jaxpr: Any, of_inputs: Sequence[_Origin]) -> dict[Any, _Origin]:
+    """Returns the origin of each variable; `_NO_ORIGIN` if no operation computes it."""
+    origins = dict(zip(jaxpr.invars, of_inputs, strict=True))
     for eqn in jaxpr.eqns:
-        of_operands = [operations.get(atom, "") if is_variable(atom) else "" for atom in eqn.invars]
-        found = [eqn.primitive.name] * len(eqn.outvars)
-        if eqn.primitive is name_p:
-            found = [eqn.params["name"]]
-        elif is_any_of(eqn, _DATA_MOVEMENT | _ADDED_BY_CHECKPOINT):
-            found = [operation or eqn.primitive.name for operation in of_operands[: len(found)]]
+        of_operands = [origins.get(atom, _NO_ORIGIN) if is_variable(atom) else _NO_ORIGIN for atom in eqn.invars]
+        own = _Origin(eqn.params["name"] if eqn.primitive is name_p else eqn.primitive.name, eqn_source_line(eqn))
+        found = [own] * len(eqn.outvars)
+        if is_any_of(eqn, _DATA_MOVEMENT | _ADDED_BY_CHECKPOINT) and eqn.primitive is not name_p:
+            found = [own if origin is _NO_ORIGIN else origin for origin in of_operands[: len(found)]]
         for sub in reversed(subjaxprs(eqn)):  # of a `cond`, the first branch
             carried = {argument for _, argument in sub.carried}
-            inside = _operations(
-                sub.jaxpr, ["carry" if i in carried else of_operands[operand] for i, operand in enumerate(sub.operands)]
+            carry = _Origin("carry", own.location)
+            inside = _origins(
+                sub.jaxpr, [carry if i in carried else of_operands[operand] for i, operand in enumerate(sub.operands)]
             )
             for result, atom in zip(sub.results, sub.jaxpr.outvars, strict=True):
                 if result is not None:
-                    found[result] = inside.get(atom, "") if is_variable(atom) else ""
-        operations.update(zip(eqn.outvars, found, strict=True))
-    return operations
+                    found[result] = inside.get(atom, _NO_ORIGIN) if is_variable(atom) else _NO_ORIGIN
+        origins.update(zip(eqn.outvars, found, strict=True))
+    return origins
 
 
 def _named(sub: SubJaxpr) -> tuple[str, ...]:

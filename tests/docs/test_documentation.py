@@ -111,6 +111,8 @@ def test_a_name_that_is_tried_first_raises_with_what_to_write(guess):
     name, hint = guess.split(": ")
     with pytest.raises(AttributeError, match=rf"^module 'jaxfn' has no attribute '{name}'\. .*{hint}\b.*\.$"):
         getattr(jaxfn, name)
+    with pytest.raises(ImportError, match=rf"^module 'jaxfn' has no attribute '{name}'\. .*{hint}\b"):
+        exec(f"from jaxfn import {name}")
     assert not hasattr(jaxfn, name) and hasattr(jaxfn, hint.split(".")[1])
 
 

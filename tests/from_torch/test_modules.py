@@ -1044,6 +1044,8 @@ def test_what_is_missing_or_unknown_is_named():
     for forgotten in (x, {}):
         with pytest.raises(TypeError, match=r"net\.apply\(net\.parameters, net\.buffers, \.\.\.\)"):
             net.apply(parameters, forgotten, x)
+    with pytest.raises(AttributeError, match=r"no attribute 'weight'; the torch module has: net\.torch_module\.weight"):
+        _ = net.weight
     with pytest.raises(TypeError, match="bias is in both the parameters and the buffers"):
         net.apply(parameters, {**buffers, "bias": parameters["bias"]}, x)
 

@@ -108,6 +108,35 @@ def test_two_explanations_are_both_named():
     assert second == f"swapped with the gradient of input 0 ('inputs[0]'), or {saved}"
 
 
+@row("G4")
+@pytest.mark.parametrize("options", [{}, {"fast_mode": True}, {"against": "finite_differences"}], ids=str)
+@pytest.mark.parametrize("factor", [-1.0, 0.5])
+def test_a_wrong_factor_of_one_term_is_named_with_its_line(factor, options):
+    def backward(g, x):
+        return g * (jnp.cos(x) + 2 * factor * x)
+
+    report = failure(saving(lambda x: jnp.sin(x) + x**2, lambda y, x: (x,), backward), normal(4), **options)
+    line = f"{__file__}:{backward.__code__.co_firstlineno + 1}:"
+    (kind,) = {mismatch.mistake for mismatch in report.mismatches}
+    assert kind.startswith(f"a wrong factor of one term: backward is right with {1 / factor:.6g} times the second term")
+    assert f" term at {line}" in kind and not any("surrogate=" in note for note in report.notes)
+
+
+@row("G4")
+@pytest.mark.parametrize("axis", [None, 0, (1, 2)])
+def test_a_sum_in_place_of_a_mean_is_named(axis):
+    x = normal(2, 3, 5)
+    taken = x.size // x.sum(axis).size
+
+    def spread(g, x):
+        return jnp.broadcast_to(g if axis is None else jnp.expand_dims(g, axis), x.shape)
+
+    (kind,) = kinds(saving(lambda x: x.mean(axis), lambda y, x: (x,), spread), x)
+    assert kind.endswith(f", perhaps that of a sum of {taken} elements, where forward takes their mean")
+    (kind,) = kinds(saving(lambda x: x.sum(axis), lambda y, x: (x,), lambda g, x: spread(g, x) / taken), x)
+    assert kind.endswith(f", perhaps that of a mean of {taken} elements, where forward takes their sum")
+
+
 def matmul_rule(grad_w):
     return saving(jnp.matmul, lambda y, x, w: (x, w), lambda g, x, w: (g @ w.T, grad_w(g, x, w)))
 

@@ -585,8 +585,44 @@ def test_tables_and_comparisons_are_data_and_html():
 
 
 @row("K2b")
-@pytest.mark.parametrize("policies", [{"dots": "dots_saveable"}, {"none": False}])
-def test_a_policy_that_is_not_callable_is_named(policies):
+def test_policies_by_their_names_and_in_a_list():
+    args = network, jnp.ones((4, 3)), jnp.ones((4, 3))
+    named = jaxfn.residuals(*args, policies={"a": "dots_saveable", "b": None})
+    listed = jaxfn.residuals(*args, policies=["dots_saveable", POLICIES.everything_saveable, None])
+    assert list(listed) == ["no checkpoint", "dots_saveable", "everything_saveable", "None"]
+    assert listed.total_bytes["everything_saveable"] == listed.total_bytes["no checkpoint"]
+    assert list(named["a"]) == list(listed["dots_saveable"]) and list(named["b"]) == list(listed["None"])
+    choices = [POLICIES.save_only_these_names(name) for name in "ab"]
+    with pytest.raises(ValueError, match="policies= has policy, policy. Pass a dict, with a name for each"):
+        jaxfn.residuals(*args, policies=choices)
+
+
+@row("K2")
+def test_a_row_has_the_line_that_computes_its_array():
+    def forward(ctx, x):
+        ctx.save_for_backward(jnp.exp(x))
+        return x * 2
+
+    doubled = jaxfn.function(forward, lambda ctx, g: g * ctx.saved_tensors[0])
+
+    def step(x, _):
+        return doubled(jnp.sin(x)), None
+
+    def f(x, w):
+        return jax.jit(lambda x: jnp.tanh(x) * w)(jax.lax.scan(step, x, length=2)[0])
+
+    table = jaxfn.residuals(f, jnp.ones(3), jnp.ones(3))
+    found = {row.name: row.location.removeprefix(f"{__file__}:") for row in table}
+    for name, function in (("saved_tensors[0]", forward), ("cos", step), ("tanh", f)):
+        line, _, rest = found[name].partition(":")
+        assert int(line) == function.__code__.co_firstlineno + 1 and f".{function.__name__}" in rest, found
+    assert found["args[1]"] == ""
+    assert f"scan of 2, test_residuals.py:{found['cos']}" in str(table)
+
+
+@row("K2b")
+@pytest.mark.parametrize("policies", [{"dots": "dots_savable"}, {"none": False}, {"a": "save_only_these_names"}])
+def test_a_policy_that_is_none_is_named(policies):
     ((name, value),) = policies.items()
     with pytest.raises(
         TypeError, match=re.escape(f"policies[{name!r}] is {value!r}, expected a jax.checkpoint policy")

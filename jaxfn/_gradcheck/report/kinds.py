@@ -88,8 +88,11 @@ def _factor(a: Matrix, n: Matrix, mesh_axes: Mapping[str, int]) -> str | None:
     if abs(shown) > 1.5 and _is_whole(shown):
         shown = np.round(shown)
     text = f"a constant factor: {shown:.6g} times what it should be"
+    times, reduced = max(abs(shown), 1 / abs(shown)), n.shape[1] / len(n)
+    if reduced > 1 and abs(times - reduced) < _CLOSE * reduced and shown.real > 0:
+        taken, forward = ("sum", "mean") if shown.real > 1 else ("mean", "sum")
+        text += f", perhaps that of a {taken} of {reduced:g} elements, where forward takes their {forward}"
     # A gradient that is summed over the devices twice, or not at all, is off by the size of a mesh axis.
-    times = max(abs(shown), 1 / abs(shown))
     axes = [(name, size) for name, size in mesh_axes.items() if size > 1 and _is_whole(times / size)]
     return f"{text} ({' and '.join(f'mesh axis {name!r} has {size} devices' for name, size in axes)})" if axes else text
 

@@ -82,6 +82,8 @@ class ConvertedModule:
 
         def __getattr__(self, name: str) -> Any:
             hint = f". Use {_HINTS[name]}" if name in _HINTS else ""
+            if not hint and name != "torch_module" and hasattr(self.torch_module, name):
+                hint = f"; the torch module has: net.torch_module.{name}"
             raise AttributeError(f"a converted module has no attribute {name!r}{hint}", name=name, obj=self)
 
     def __repr__(self) -> str:
@@ -376,7 +378,8 @@ class ConvertedModule:
         if not (hasattr(parameters, "keys") and hasattr(buffers, "keys")):
             types_passed = f"{type(parameters).__name__} and {type(buffers).__name__}"
             raise TypeError(
-                f"{name}: expected two dicts, net.apply(net.parameters, net.buffers, ...), got {types_passed}"
+                f"{name}: expected two dicts and the arguments of forward, output, buffers = "
+                f"net.apply(net.parameters, net.buffers, ...), got {types_passed}"
             )
         missing = [key for key in tensors if key not in parameters and key not in buffers]
         if missing:
@@ -404,7 +407,9 @@ class ConvertedModule:
 
 # What to use in place of attributes of `torch.nn.Module`, and of one that flax has.
 _HINTS = dict.fromkeys(("train", "eval"), "net.as_train() and net.as_eval(), which return the module in that mode") | {
-    **dict.fromkeys(("state_dict", "named_parameters", "params"), "the dicts net.parameters and net.buffers"),
+    **dict.fromkeys(
+        ("state_dict", "named_parameters", "named_buffers", "params"), "the dicts net.parameters and net.buffers"
+    ),
     **dict.fromkeys(("to", "cuda", "cpu", "double", "half"), "jax.device_put, or a cast, of what net.apply takes"),
     "load_state_dict": "net.load(parameters, buffers)",
     "forward": "net.apply(parameters, buffers, ...)",
