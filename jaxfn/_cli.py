@@ -8,12 +8,14 @@ import json
 import platform
 import re
 import sys
+import traceback
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
 import jaxfn
-from jaxfn._check.arguments import as_arguments, as_function
+from jaxfn._check.arguments import as_arguments, as_function, is_torch_code
+from jaxfn._diagnostics import is_about_method
 from jaxfn._reports import first_line
 
 _EXAMPLES = """examples:
@@ -35,7 +37,11 @@ _EXAMPLE = (
 )
 
 
-class _UsageError(Exception):
+# Errors without other code on the stack are about the arguments that these were called with.
+_LIBRARIES = {"jaxfn", "jax", "jaxlib", "numpy", "torch", "__main__", *sys.stdlib_module_names}
+
+
+class _UsageError(ValueError):
     """A wrong argument, described in one line."""
 
 
@@ -49,15 +55,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         options = _parser().parse_args(argv)
         return options.run(options)
-    except _UsageError as error:
-        print(f"jaxfn: {first_line(error)}", file=sys.stderr)
-        return 2
-    except ImportError as error:  # torch is not installed
-        print(f"jaxfn: {first_line(error)}", file=sys.stderr)
-        return 2
-    except Exception as error:  # raised by the function that is checked
-        print(f"jaxfn: {type(error).__name__}: {first_line(error)}", file=sys.stderr)
-        return 1
+    except Exception as error:
+        is_usage = _is_about_arguments(error)
+        text = first_line(error) if is_usage else f"{type(error).__name__}: {str(error).rstrip()}"
+        print(f"jaxfn: {text}", file=sys.stderr)
+        return 2 if is_usage else 1
+
+
+def _is_about_arguments(error: Exception) -> bool:
+    """Whether an error was raised by a call of the user's code, and not inside it or about what it returned."""
+    modules = [frame.f_globals.get("__name__", "") for frame, _ in traceback.walk_tb(error.__traceback__)]
+    is_inside = any(module.partition(".")[0] not in _LIBRARIES for module in modules) or is_about_method(error)
+    return isinstance(error, (TypeError, ValueError, OSError, ImportError)) and not is_inside  # torch may be missing
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -103,6 +112,7 @@ def _parser() -> argparse.ArgumentParser:
     port.add_argument(
         "-o", "--output", required=True, help="file to write; test_FILE and FILE.npz are written next to it"
     )
+    port.add_argument("--force", action="store_true", help="replace files that exist")
     _add_example(port)
     _command(commands, "doctor", _doctor, "show versions, and what of jaxfn works with them")
     return parser
@@ -127,6 +137,8 @@ def _load(name: str) -> Any:
     module_name, _, attribute = name.partition(":")
     if not (module_name and attribute):
         raise _UsageError(f"{name!r} is not of the form module:name")
+    if module_name.endswith(".py"):
+        raise _UsageError(f"{name!r} is not of the form module:name: write {Path(module_name).stem}:{attribute}")
     if str(Path.cwd()) not in sys.path:
         sys.path.insert(0, str(Path.cwd()))
     try:
@@ -141,11 +153,9 @@ def _load(name: str) -> Any:
 
 
 def _callable(name: str) -> Callable[..., Any]:
-    """Imports a function of arrays; of a `Function` class it returns `apply`."""
-    try:
-        return as_function(_torch_code(name), "this command")
-    except TypeError as error:
-        raise _UsageError(str(error)) from error
+    """Imports a function of arrays; of a `Function` class it returns `apply`, and of torch code the conversion's."""
+    found = _torch_code(name)
+    return as_function(jaxfn.from_torch(found) if is_torch_code(found) else found, "this command")
 
 
 def _torch_code(name: str) -> Any:
@@ -218,16 +228,13 @@ def _find_nan(options: Any) -> int:
 
 
 def _explain(options: Any) -> int:
-    try:
-        converted = jaxfn.from_torch(_load(options.function))
-    except TypeError as error:
-        raise _UsageError(str(error)) from error
-    return _conclude(options, jaxfn.explain(converted, *_example(options)))
+    return _conclude(options, jaxfn.explain(_load(options.function), *_example(options)))
 
 
 def _port(options: Any) -> int:
     port = importlib.import_module("jaxfn._port")
-    written = port.write_port(_load(options.function), _examples(options), Path(options.output))
+    code, examples = _load(options.function), _examples(options)
+    written = port.write_port(code, examples, Path(options.output), replace=options.force)
     result = {"files": list(map(str, written.files)), "notes": written.notes}
     print(json.dumps(result) if options.json else "\n".join((*(f"wrote {x}" for x in result["files"]), *written.notes)))
     return 0 if written.passed else 1
@@ -256,7 +263,7 @@ def _doctor(options: Any) -> int:
     works = {
         "Functions, gradcheck, kernelcheck, residuals, find_nan": "yes",
         "from_torch, paritycheck": _torch_support() if has_torch else "no: pip install torch==2.13.0 (the CPU build)",
-        "plots of reports": "yes" if versions["matplotlib"] != "not installed" else 'no: pip install "jaxfn[plot]"',
+        "plots of reports": "yes" if versions["matplotlib"] != "not installed" else "no: pip install matplotlib",
     }
     if options.json:
         print(json.dumps({"versions": versions, "devices": devices, "works": works}, indent=2))

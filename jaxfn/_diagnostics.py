@@ -120,6 +120,11 @@ def add_to_message(error: Exception, text: str) -> None:
         error.args = (f"{str(message).rstrip()}\n{text}", *others)
 
 
+def is_about_method(error: Exception) -> bool:
+    """Whether a message names one of the user's methods."""
+    return "_jaxfn_text" in vars(error)
+
+
 def _hint(error: Exception, method: str, ctx: Any) -> str | None:
     text = error.args[0] if isinstance(error, KeyError) else str(error)  # the text of a KeyError is in quotes
     for start, hint in _HINTS.items():

@@ -60,38 +60,43 @@ class Port(NamedTuple):
     passed: bool = True
 
 
-def write_port(original: Any, examples: Sequence[Sequence[Any]], path: Path) -> Port:
+def write_port(original: Any, examples: Sequence[Sequence[Any]], path: Path, *, replace: bool = False) -> Port:
     """Writes the rewritten source of a torch Function or function to `path`, next to it a test and results of torch.
 
     Raises:
+      FileExistsError: A file exists, and is not to be replaced.
       TranslationError: The source cannot be rewritten.
       TypeError: An argument cannot be recorded.
+      ValueError: The file is not a module.
     """
+    test = path.with_name(f"test_{path.name}")
+    references = [path.with_name(f"{path.stem}{f'_{i}' if i else ''}.npz") for i in range(len(examples))]
+    if path.suffix != ".py" or not path.stem.isidentifier():
+        raise ValueError(f"{path} is not a module that its test can import: pass a name such as my_port.py")
+    for file in () if replace else (path, test, *references):
+        if file.exists():
+            raise FileExistsError(f"{file} exists. --force replaces it, its test and its recorded results")
     text = jaxfn.port(original, *examples[0], examples=examples[1:])
     path.write_text(text)
     name = original.__name__
     is_class = isinstance(original, type)
     values = {"module": path.stem, "name": name, "call": f"{name}.apply" if is_class else name}
-    test = path.with_name(f"test_{path.name}")
     if "key=None" in text:
         values["imports"] = "\nimport jax\nimport numpy as np\n"
         test.write_text(_RANDOM_TEST.format(arguments=_arguments(examples[0], is_recorded=False), **values))
         return Port([path, test], [f"{name} draws random numbers: its results are not compared with those of torch"])
-    files, notes = [path, test], []
-    for i, example in enumerate(examples):
-        reference = path.with_name(f"{path.stem}{f'_{i}' if i else ''}.npz")
+    for example, reference in zip(examples, references, strict=True):
         jaxfn.record_reference(original, example, reference)
-        files.append(reference)
     port = runpy.run_path(str(path), run_name=path.stem)[name]
-    reports = [jaxfn.paritycheck(port, reference, raise_exception=False) for reference in files[2:]]
-    notes += [f"paritycheck: {str(report).splitlines()[0]}" for report in reports if not report]
+    reports = [jaxfn.paritycheck(port, reference, raise_exception=False) for reference in references]
+    notes = [f"paritycheck: {str(report).splitlines()[0]}" for report in reports if not report]
     reason = _gradcheck_error(port.apply if is_class else port, examples[0])
     skip = "" if reason is None else f"@pytest.mark.skip(reason={reason!r})\n"
-    notes += [] if reason is None else [f"gradcheck: {reason}"]
+    notes += [] if reason is None else [f"test_gradients of {test} is skipped: {reason}"]
     imports = "\nimport numpy as np\nimport pytest\n\nimport jaxfn"
     arguments = _arguments(examples[0], is_recorded=True)
     test.write_text(_TEST.format(skip=skip, imports=imports, arguments=arguments, **values))
-    return Port(files, notes, all(reports))
+    return Port([path, test, *references], notes, all(reports))
 
 
 def _gradcheck_error(function: Any, example: Sequence[Any]) -> str | None:
@@ -100,7 +105,9 @@ def _gradcheck_error(function: Any, example: Sequence[Any]) -> str | None:
         doubles = tuple(
             x.astype(np.float64) if getattr(getattr(x, "dtype", None), "kind", "") == "f" else x for x in example
         )
-        return None if jaxfn.gradcheck(function, doubles, raise_exception=False) else "not the derivative of forward"
+        report = jaxfn.gradcheck(function, doubles, raise_exception=False)
+        fix = "if that is deliberate (straight-through), pass surrogate= to gradcheck"
+        return None if report else f"backward is not the derivative of forward, as in torch; {fix}"
     except Exception as error:  # gradcheck, or the function in double precision, raises anything.
         return (str(error).splitlines() or [type(error).__name__])[0]
 
@@ -136,7 +143,10 @@ def parse_example(text: str, seed: int) -> tuple[Any, ...]:
         if isinstance(node, ast.Compare) and isinstance(node.ops[0], ast.Lt):
             node, limit = node.left, ast.literal_eval(node.comparators[0])
         if not (isinstance(node, ast.Subscript) and isinstance(node.value, ast.Name)):
-            return ast.literal_eval(node)
+            try:
+                return ast.literal_eval(node)
+            except ValueError:
+                raise ValueError(f"{ast.unparse(node)} is neither dtype[sizes] nor a Python value") from None
         shape = ast.literal_eval(node.slice)
         shape = shape if isinstance(shape, tuple) else (shape,)
         dtype = jnp.dtype(node.value.id)

@@ -52,7 +52,7 @@ def as_function(func: Any, check: str) -> Callable[..., Any]:
     """
     if isinstance(func, type) and issubclass(func, Function):
         return func.apply
-    if not runs_on_jax(func) and _is_of_torch(func):
+    if is_torch_code(func):
         owner, name = getattr(func, "__self__", None), getattr(func, "__name__", type(func).__name__)
         name = f"{owner.__name__}.{name}" if isinstance(owner, type) else name
         raise TypeError(
@@ -64,8 +64,10 @@ def as_function(func: Any, check: str) -> Callable[..., Any]:
     return func
 
 
-def _is_of_torch(func: Any) -> bool:
+def is_torch_code(func: Any) -> bool:
     """Whether a function is torch's, or a class, or that of an instance or a method, is derived from one of torch."""
+    if runs_on_jax(func):
+        return False
     owner = getattr(func, "__self__", func)
     bases = owner.__mro__ if isinstance(owner, type) else type(owner).__mro__
     return any(

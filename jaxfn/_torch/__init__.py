@@ -6,6 +6,7 @@ This module does not import torch, so `import jaxfn` does not either. Most other
 from __future__ import annotations
 
 import functools
+import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal, cast, overload
@@ -114,12 +115,12 @@ def from_torch(
             "(the CPU build is sufficient)"
         ) from error
     if runs_on_jax(torch_function):
-        raise TypeError(f"from_torch takes torch code, and {torch_function!r} already runs on JAX: use it as it is")
+        raise TypeError(f"expected torch code, and {torch_function!r} already runs on JAX: use it as it is")
     is_function_class = isinstance(torch_function, type) and issubclass(torch_function, torch.autograd.Function)
     is_instance = isinstance(torch_function, torch.autograd.Function)
     if is_instance or (not is_function_class and (isinstance(torch_function, type) or not callable(torch_function))):
         raise TypeError(
-            "from_torch takes a subclass of torch.autograd.Function, a torch.nn.Module (an instance) or a Python "
+            "expected torch code: a subclass of torch.autograd.Function, a torch.nn.Module (an instance) or a Python "
             f"function of tensors, not {torch_function!r}"
             + is_instance
             * ". Pass its class, and pass the arguments of __init__ to apply"
@@ -224,7 +225,11 @@ def port(code: Any, /, *args: Any, examples: Sequence[Sequence[Any]] = (), **kwa
         )
     kwargs.pop(conversion.key_name, None)
     args, kwargs, examples = with_arrays((args, kwargs, examples))
-    return write_source(conversion.original, conversion.call, args, kwargs, examples)
+    try:
+        return write_source(conversion.original, conversion.call, args, kwargs, examples)
+    except TranslationError as error:  # the conversion's own, which says how from_torch converts the code
+        error.args = (re.sub(r"\. Or name a JAX function[^\n]*", "", str(error)),)
+        raise
 
 
 def _conversion(code: Any) -> Conversion:

@@ -40,6 +40,48 @@ FUNCTIONS = """
 
     def inputs():
         return (np.linspace(-1, 1, 5),)
+
+    def two(x, y):
+        return x * y
+"""
+TORCH_CODE = """
+    import torch
+
+    class Square(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            ctx.save_for_backward(x)
+            return x * x
+
+        @staticmethod
+        def backward(ctx, g):
+            (x,) = ctx.saved_tensors
+            return 2 * g * x
+
+    class Round(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return torch.round(x)
+
+        @staticmethod
+        def backward(ctx, g):
+            return g
+
+    def branch(x):
+        return x if x.sum().item() > 0 else -x
+
+    def tensors():
+        return (torch.linspace(-1, 1, 5, dtype=torch.float64),)
+"""
+# Runs several commands in one process, each as it would run in its own.
+SEVERAL = """
+    import contextlib, io, json, sys
+    from jaxfn._cli import main
+
+    for command in json.loads(sys.argv[1]):
+        with contextlib.redirect_stdout(io.StringIO()) as out, contextlib.redirect_stderr(io.StringIO()) as err:
+            code = main(command)
+        print(json.dumps([code, out.getvalue(), err.getvalue()]))
 """
 
 
@@ -47,12 +89,21 @@ FUNCTIONS = """
 def folder(tmp_path_factory):
     path = tmp_path_factory.mktemp("commands")
     (path / "functions.py").write_text(textwrap.dedent(FUNCTIONS))
+    (path / "theirs.py").write_text(textwrap.dedent(TORCH_CODE))
     return path
 
 
 def run(folder, *arguments):
     command = [sys.executable, "-m", "jaxfn", *arguments]
     return subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
+
+
+def run_several(folder, *commands):
+    """Returns the exit code and both outputs of each command."""
+    several = [sys.executable, "-c", textwrap.dedent(SEVERAL), json.dumps(commands)]
+    result = subprocess.run(several, cwd=folder, capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stderr
+    return list(map(json.loads, result.stdout.splitlines()))
 
 
 @row("L5")
@@ -72,6 +123,16 @@ WRONG = {
     ("check", "functions:number", "--example", "3"): "number is a float, expected a function",
     ("check", "functions:square"): "arguments are missing",
     ("check", "functions:square", "--example", "float64["): "is not a list of arguments",
+    ("check", "functions:square", "--example", "float64(3)"): "float64(3) is neither dtype[sizes] nor a Python value",
+    ("check", "./functions.py:square", "--example", "float64[3]"): "of the form module:name: write functions:square",
+    ("check", "functions:square", "--example", "float64[3], 2"): ".apply(x): too many positional arguments",
+    ("check", "functions:two", "--example", "float64[3]"): "two() missing 1 required positional argument: 'y'",
+    ("gradcheck", "functions:square", "--example", "int64[3]"): "at least one floating or complex array",
+    ("gradcheck", "functions:square", "--example", "float64[3]", "--surrogate", "functions:two"): "missing 1 required",
+    ("kernelcheck", "functions:square", "functions:two", "--example", "float64[3]"): "missing 1 required",
+    ("residuals", "functions:square", "--example", "float64[3], 2"): "too many positional arguments",
+    ("find_nan", "functions:two", "--example", "float64[3]"): "missing 1 required positional argument: 'y'",
+    ("check", "jax.numpy:matmul", "--example", "float64[2,3], float64[2,3]"): "got (3,) and (2,)",
     ("check", "functions:square", "--example", "3", "--example", "4"): "check takes one --example, got 2",
     ("paritycheck", "functions:square", "--example", "float64[3]"): "required: reference",
     ("paritycheck", "functions:square", "missing.npz"): "'missing.npz' is not of the form module:name",
@@ -96,11 +157,55 @@ WRONG = {
 
 
 @row("L5")
-@pytest.mark.parametrize("arguments", WRONG, ids=" ".join)
-def test_wrong_arguments_are_one_line(folder, arguments):
-    result = run(folder, *arguments)
-    assert result.returncode == 2 and result.stdout == ""
-    assert WRONG[arguments] in result.stderr and len(result.stderr.splitlines()) == 1
+def test_wrong_arguments_are_one_line(folder):
+    commands = [[arguments] if isinstance(arguments, str) else arguments for arguments in WRONG]
+    for text, (code, out, err) in zip(WRONG.values(), run_several(folder, *commands), strict=True):
+        assert code == 2 and out == "" and text in err and len(err.splitlines()) == 1, (text, err)
+
+
+@row("L5")
+def test_torch_code_is_converted(folder):
+    pytest.importorskip("torch")
+    example = ("--example", "theirs:tensors")
+    right = [
+        ("check", "theirs:Square", *example),
+        ("residuals", "theirs:Square", *example),
+        ("find_nan", "theirs:Square", *example),
+        ("kernelcheck", "functions:square", "theirs:Square", "--example", "float32[3]"),
+        ("check", "functions:square", *example),
+    ]
+    wrong = [
+        ("explain", "theirs:Square", "--example", "float32[3], 2"),
+        ("paritycheck", "functions:square", "theirs:Square", "--example", "float32[3], float32[3]"),
+        ("check", "torch.nn:Linear", "--example", "float64[3]"),
+    ]
+    codes = [0] * len(right) + [2] * len(wrong)
+    for wanted, (code, _, err) in zip(codes, run_several(folder, *right, *wrong), strict=True):
+        assert code == wanted, err
+
+
+@row("L5")
+def test_port_keeps_files_and_says_what_its_test_skips(folder):
+    pytest.importorskip("torch")
+    command = ("port", "theirs:Round", "--example", "float32[3]", "-o", "rounded.py")
+    first, again, forced, *failed = run_several(
+        folder,
+        command,
+        command,
+        (*command, "--force"),
+        ("port", "theirs:branch", "--example", "float32[3]", "-o", "branch.py"),
+        ("port", "theirs:Round", "--example", "float32[3]", "-o", "no-module.py"),
+        ("port", "functions:square", "--example", "float32[3]", "-o", "square.py"),
+    )
+    for code, out, _ in (first, forced):
+        assert code == 0 and "test_gradients of test_rounded.py is skipped: backward is not the derivative" in out
+    assert again[0] == 2 and "rounded.py exists. --force replaces it" in again[2]
+    reads_value, no_module, not_torch = failed
+    assert reads_value[0] == 1 and "Use torch.where" in reads_value[2] and "ops=" not in reads_value[2]
+    assert 'theirs.py", line 25, in branch' in reads_value[2]
+    assert no_module[0] == 2 and "no-module.py is not a module" in no_module[2]
+    assert not_torch[0] == 2 and "already runs on JAX" in not_torch[2] and "from_torch" not in not_torch[2]
+    assert not (folder / "branch.py").exists()
 
 
 @row("L5")
@@ -135,8 +240,6 @@ def test_paritycheck_and_explain(folder):
     assert run(folder, "explain", "torch:bincount", "--example", "float64[3]").returncode == 1
     failed = run(folder, "explain", "functions:square", "--example", "float64[3]")
     assert failed.returncode == 2 and "already runs on JAX" in failed.stderr
-    failed = run(folder, "gradcheck", "torch.nn:Linear", "--example", "float64[3]")
-    assert failed.returncode == 2 and "Linear is torch code" in failed.stderr
 
 
 RAISING = {

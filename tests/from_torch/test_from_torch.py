@@ -777,7 +777,7 @@ RUNS_ON_JAX = {
 @pytest.mark.parametrize("case", RUNS_ON_JAX)
 def test_what_runs_on_jax_already_is_not_torch_code(case: str):
     code = RUNS_ON_JAX[case]()
-    with pytest.raises(TypeError, match="(?s)from_torch takes torch code, and .* already runs on JAX"):
+    with pytest.raises(TypeError, match="(?s)expected torch code, and .* already runs on JAX"):
         jaxfn.from_torch(code)
 
 

@@ -342,10 +342,16 @@ def convert_callable(function: Callable[..., Any], config: TraceConfig) -> Calla
 
     torch_callable = TorchCallable(code, call_function)
 
+    def check_arguments(args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        try:
+            signature.bind(*args, **kwargs)
+        except TypeError as error:
+            raise TypeError(f"{name}{signature}: {error}") from None
+
     @functools.wraps(plain)
     def converted(*args: Any, **kwargs: Any) -> Any:
         key = kwargs.pop(code.key_name, None)
-        signature.bind(*args, **kwargs)
+        check_arguments(args, kwargs)
         traced, arrays = torch_callable.trace((args, kwargs), 0, functools.partial(capture_key, function))
         return traced.run(arrays, key)
 
@@ -354,7 +360,7 @@ def convert_callable(function: Callable[..., Any], config: TraceConfig) -> Calla
 
     def explain(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Explanation:
         kwargs.pop(code.key_name, None)
-        signature.bind(*args, **kwargs)
+        check_arguments(args, kwargs)
         return torch_callable.explain((args, kwargs))
 
     vars(converted)["_jaxfn_conversion"] = Conversion(function, converted, code.key_name, explain)

@@ -48,6 +48,7 @@ _RESULT_FIELDS = {
     "eigenvalues": 0,
     "eigenvectors": 1,
 }
+_READS_VALUE = "the value of a tensor is read. Use torch.where, or pass the number as an argument"
 _STATIC_ATTRIBUTES = frozenset({"shape", "ndim", "dtype", "size"})
 
 
@@ -541,7 +542,7 @@ class ExpressionRewriter:
         if isinstance(node.func, ast.Name) and node.func.id == "isinstance" and len(node.args) == 2:
             return self._isinstance(node)
         if isinstance(function, torch.nn.Module):
-            raise NoRuleError("a torch.nn.Module is called; convert modules with jaxfn.from_torch")
+            raise NoRuleError("a torch.nn.Module is called. Pass its tensors, and call torch.nn.functional")
         if self._updated(node) is not None:
             return self._update(node)
         if self._is_torch_call(node):
@@ -577,7 +578,7 @@ class ExpressionRewriter:
             if isinstance(n, ast.Name) and n.id in tensors - {*self._numpy_variables} and n not in static:
                 raise ReadsVariableError(n.id)
         if re.search(r"(?<![\w.])(lax|jax|bfloat16)\b|\.at\[", text):
-            raise NoRuleError("the value of a tensor is read")
+            raise NoRuleError(_READS_VALUE)
         return re.sub(r"(?<![\w.])jnp\b", self._options.names.get("np", "np"), text)
 
     def _isinstance(self, node: ast.Call) -> str | None:
@@ -650,7 +651,7 @@ class ExpressionRewriter:
                 return self._spell_entry(call, entry, bound)
             except NoRuleError as error:
                 problem = f"{name}: {error}"
-        raise NoRuleError(problem + ". Write it with other torch functions, or port it by jaxfn.from_torch")
+        raise NoRuleError(problem + ". Write it with other torch functions")
 
     def _spell_entry(self, call: ast.Call, entry: Entry, bound: Mapping[str, Any]) -> str:
         plain_code, strict_code = (code_of(entry, bound, is_strict) for is_strict in (False, True))
@@ -709,7 +710,7 @@ class ExpressionRewriter:
     def _call_item(self, call: ast.Call, args: list[Argument], named: Mapping[Any, Argument]) -> str:
         """Returns a call that reads values, of a constant."""
         if not self._is_constant(args[0].node):
-            raise NoRuleError("the value of a tensor is read")
+            raise NoRuleError(_READS_VALUE)
         name, text = callee_name(call), self._in_numpy(args[0].node)
         if name != "nonzero":
             return f"{as_operand(text)}.{name}()"

@@ -90,8 +90,7 @@ def port_value(value: Any, module: types.ModuleType) -> Any:
         "torch"
     ):
         raise TranslationError(
-            f"the source cannot be rewritten: an argument is a {type(value).__name__} of torch. Convert the Function "
-            "with jaxfn.from_torch, which takes it as a constant"
+            f"the source cannot be rewritten: an argument is a {type(value).__name__} of torch. Pass its tensors"
         )
     return value
 
