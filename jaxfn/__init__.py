@@ -19,6 +19,7 @@ transformation of JAX:
 Write a Function
   Function, FunctionCtx    the base class, and the `ctx` of its methods
   function                 a decorator, or a call, in place of a class; autograd_function is R torch's name
+  from_custom_vjp          a Function with the rule of a jax.custom_vjp
   once_differentiable      a decorator of `backward`: a second derivative raises
   saved_tensors_hooks      pack what Functions save; also save_on_host, disable_saved_tensors_hooks
 
@@ -38,7 +39,7 @@ Bring torch code over
   explain                  show how torch code is translated
   port                     rewrite the source of torch code for JAX
   paritycheck              compare a port with the original
-  record_reference            store the original's results, to compare without torch
+  record_reference         store the original's results, to compare without torch
 
 Types: reports (a module: what the checks and tools return), CheckError and its subclass GradcheckError,
 TranslationError, ConvertedModule, and VmapInfo.
@@ -52,7 +53,7 @@ from typing import TYPE_CHECKING, Any
 from jaxfn import reports as reports
 from jaxfn._context import FunctionCtx
 from jaxfn._function import Function
-from jaxfn._functional import autograd_function, function
+from jaxfn._functional import autograd_function, from_custom_vjp, function
 from jaxfn._hooks import disable_saved_tensors_hooks, save_on_host, saved_tensors_hooks
 from jaxfn._once_differentiable import once_differentiable
 from jaxfn._version import __version__ as __version__
@@ -69,8 +70,8 @@ if TYPE_CHECKING:
     from jaxfn._torch import TranslationError, explain, from_torch, port
     from jaxfn._torch.convert.module import ConvertedModule as ConvertedModule
 
-__all__ = ["Function", "FunctionCtx", "VmapInfo", "autograd_function", "function", "once_differentiable"]
-__all__ += ["disable_saved_tensors_hooks", "save_on_host", "saved_tensors_hooks"]
+__all__ = ["Function", "FunctionCtx", "VmapInfo", "autograd_function", "from_custom_vjp", "function"]
+__all__ += ["disable_saved_tensors_hooks", "once_differentiable", "save_on_host", "saved_tensors_hooks"]
 __all__ += ["CheckError", "GradcheckError", "check", "gradcheck", "gradgradcheck", "kernelcheck"]
 __all__ += ["find_nan", "logged", "residuals"]
 __all__ += ["TranslationError", "explain", "from_torch", "paritycheck", "port", "record_reference"]

@@ -6,9 +6,12 @@ import inspect
 import reprlib
 import sys
 import types
-from collections.abc import Callable
-from functools import partial
+from collections.abc import Callable, Sequence
+from functools import partial, wraps
 from typing import TYPE_CHECKING, Any, Generic, TypeVar, Unpack, cast, overload
+
+import jax
+import jax.numpy as jnp
 
 from jaxfn._apply_types import P, R_co, Rule, Rules, TakesAnything, TakesCtx, TakesFunctionCtx
 from jaxfn._function import Function, describe_rules, show_signature
@@ -212,6 +215,72 @@ class function(Generic[P, R_co]):
 
 autograd_function = function
 """R torch's name of `function`."""
+
+
+def from_custom_vjp(
+    f: Callable[..., Any], fwd: Callable[..., Any] | None = None, bwd: Callable[..., Any] | None = None
+) -> function[..., Any]:
+    """Returns a Function with the rule of a `jax.custom_vjp`: one that can be checked, and is the rule at every order.
+
+    Args:
+      f: A function, or a `jax.custom_vjp`, which has its own `fwd` and `bwd`. It runs where nothing is differentiated.
+      fwd: As for `f.defvjp(fwd, bwd)`: `fwd(*args)` returns the output and the residuals.
+      bwd: `bwd(residuals, cotangent)` returns a tuple with the cotangent of each argument.
+
+    Raises:
+      TypeError: `fwd` or `bwd` is missing.
+      NotImplementedError: The rule takes symbolic zeros.
+
+    Examples:
+      >>> import jax, jax.numpy as jnp, jaxfn
+      >>> rounded = jax.custom_vjp(jnp.round)
+      >>> rounded.defvjp(lambda x: (jnp.round(x), None), lambda _, g: (g,))
+      >>> second = lambda f: jax.grad(jax.grad(lambda x: (f(x) - 1) ** 2))(2.3)
+      >>> print(second(rounded), second(jaxfn.from_custom_vjp(rounded)))
+      0.0 2.0
+
+    Torch counterpart: none.
+    """
+    static: Sequence[int] = ()
+    if isinstance(f, jax.custom_vjp) and fwd is bwd is None:
+        rule: Any = f
+        f, fwd, bwd, static = rule.__wrapped__, rule.fwd, rule.bwd, rule.nondiff_argnums
+        if rule.symbolic_zeros:
+            raise NotImplementedError(
+                "from_custom_vjp: the rule takes symbolic zeros. Write it as a backward, with ctx.needs_input_grad and "
+                "ctx.set_materialize_grads(False)"
+            )
+    if fwd is None or bwd is None:
+        raise TypeError("from_custom_vjp takes f, fwd and bwd, or a jax.custom_vjp with both (f.defvjp(fwd, bwd))")
+
+    def forward(ctx: Any, *args: Any) -> Any:
+        if not any(ctx.needs_input_grad):
+            return f(*args)
+        output, ctx.residuals = fwd(*args)
+        ctx.static, ctx.is_tuple = [args[i] for i in static], isinstance(output, tuple)
+        ctx.make_outputs = getattr(cast(Any, output), "_make", tuple)
+        return output
+
+    def backward(ctx: Any, *grad_outputs: Any) -> Any:
+        cotangents = jax.tree.map(_conjugate, grad_outputs)
+        cotangent = ctx.make_outputs(cotangents) if ctx.is_tuple else cotangents[0]
+        returned = bwd(*ctx.static, ctx.residuals, cotangent)
+        gradients: list[Any] = [*returned] if isinstance(returned, (tuple, list)) else [returned]
+        for i in sorted(static):
+            gradients.insert(i, None)
+        is_kept = (*ctx.needs_input_grad, *[True] * len(gradients))  # the caller raises if there are too many
+        return tuple(jax.tree.map(_conjugate, g) if kept else None for g, kept in zip(gradients, is_kept, strict=False))
+
+    wraps(f)(forward)
+    wraps(bwd)(backward)  # so that errors name its line
+    ctx = inspect.Parameter("ctx", inspect.Parameter.POSITIONAL_ONLY)
+    vars(forward)["__signature__"] = inspect.Signature([ctx, *inspect.signature(f).parameters.values()])
+    return function(forward, backward)
+
+
+def _conjugate(gradient: Any) -> Any:
+    """Converts between torch's gradients and JAX's cotangents, each the conjugate of the other."""
+    return jnp.conj(gradient) if jnp.iscomplexobj(gradient) else gradient
 
 
 def _callable_of(function_class: Any) -> function[..., Any]:

@@ -1626,9 +1626,7 @@ def test_a_function_is_traced_once_for_equal_shapes_and_captured_values(capsys):
 @row("I6")
 @pytest.mark.parametrize("wrong", [3, nn.Linear, "relu", None], ids=repr)
 def test_what_is_neither_raises(wrong):
-    with pytest.raises(
-        TypeError, match="expected torch code: a subclass of torch.autograd.Function, a torch"
-    ):
+    with pytest.raises(TypeError, match="expected torch code: a subclass of torch.autograd.Function, a torch"):
         jaxfn.from_torch(wrong)
 
 
