@@ -233,7 +233,7 @@ def from_custom_vjp(
 
     Examples:
       >>> import jax, jax.numpy as jnp, jaxfn
-      >>> rounded = jax.custom_vjp(jnp.round)
+      >>> rounded = jax.custom_vjp(lambda x: jnp.round(x))
       >>> rounded.defvjp(lambda x: (jnp.round(x), None), lambda _, g: (g,))
       >>> second = lambda f: jax.grad(jax.grad(lambda x: (f(x) - 1) ** 2))(2.3)
       >>> print(second(rounded), second(jaxfn.from_custom_vjp(rounded)))
@@ -273,8 +273,10 @@ def from_custom_vjp(
 
     wraps(f)(forward)
     wraps(bwd)(backward)  # so that errors name its line
+    kinds = inspect.Parameter.KEYWORD_ONLY, inspect.Parameter.VAR_KEYWORD  # which fwd does not take
+    positional = [p for p in inspect.signature(f).parameters.values() if p.kind not in kinds]
     ctx = inspect.Parameter("ctx", inspect.Parameter.POSITIONAL_ONLY)
-    vars(forward)["__signature__"] = inspect.Signature([ctx, *inspect.signature(f).parameters.values()])
+    vars(forward)["__signature__"] = inspect.Signature([ctx, *positional])
     return function(forward, backward)
 
 

@@ -227,3 +227,68 @@ def test_autograd_function_by_a_name():
     assert double.__name__ == "double" and repr(double) == "<jaxfn function double: backward>"
     with pytest.raises(RuntimeError, match=r"^double\.backward returned"):
         jax.grad(double)(1.0)
+
+
+@jax.custom_vjp
+def by_hand(x, w):
+    return {"product": x * w, "sum": (x + 1j * w, x)}
+
+
+by_hand.defvjp(
+    lambda x, w: (by_hand(x, w), (x, w)),
+    lambda saved, g: (
+        g["product"] * saved[1] + g["sum"][0] + g["sum"][1],
+        g["product"] * saved[0] + 1j * g["sum"][0],
+    ),
+)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 2))
+def applied(function, x, times):
+    return function(x) * times, x
+
+
+applied.defvjp(
+    lambda function, x, times: (applied(function, x, times), x),
+    lambda function, times, x, g: (g[0] * times * jnp.cos(x) + g[1],),
+)
+
+
+@row("B1b")
+@pytest.mark.parametrize("wrap", [lambda f: f, jax.jit], ids=["eager", "jit"])
+def test_a_function_of_a_custom_vjp_has_its_rule(wrap):
+    x, w = jnp.linspace(-1, 1, 3) * (1 + 2j), jnp.array([1j, 2, 3 - 1j])
+    losses = [
+        lambda f: lambda x, w: sum(jnp.abs(y * (2 - 1j) + y**2).sum() for y in jax.tree.leaves(f(x, w))),
+        lambda f: lambda x, w: jnp.abs(jax.vmap(f, (0, None))(x, w[0])["product"] * (2 + 1j)).sum(),
+    ]
+    for loss in losses:
+        ours, theirs = (wrap(jax.grad(loss(f), (0, 1)))(x, w) for f in (jaxfn.from_custom_vjp(by_hand), by_hand))
+        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5), ours, theirs)
+    f = jaxfn.from_custom_vjp(applied)
+    assert jaxfn.check(lambda x: f(jnp.sin, x, 3), np.linspace(-1, 1, 3))
+    first = wrap(jax.grad(lambda x: f(jnp.sin, x, 3)[0]))
+    np.testing.assert_allclose([first(0.5), jax.grad(first)(0.5)], [3 * np.cos(0.5), -3 * np.sin(0.5)], rtol=1e-6)
+
+
+@row("B1b")
+def test_a_function_of_fwd_and_bwd():
+    calls = []
+    take = jaxfn.from_custom_vjp(
+        lambda x, i: calls.append("f") or x[i],
+        lambda x, i: (calls.append("fwd") or x[i], (x.shape, i)),
+        lambda saved, g: (jnp.zeros(saved[0]).at[saved[1]].set(g), np.zeros((), jax.dtypes.float0)),
+    )
+    x = jnp.arange(3.0)
+    for i in (1, jnp.int32(1)):
+        np.testing.assert_array_equal(jax.grad(take)(x, i), [0, 1, 0])
+    assert "f" not in calls and take(x, i=1) == 1 and calls[-1] == "f"
+    rounded = jax.custom_vjp(jnp.round)
+    with pytest.raises(TypeError, match="takes f, fwd and bwd, or a jax.custom_vjp with both"):
+        jaxfn.from_custom_vjp(rounded)
+    rounded.defvjp(lambda x: (jnp.round(x.value), None), lambda _, g: (g,), symbolic_zeros=True)
+    with pytest.raises(NotImplementedError, match="takes symbolic zeros"):
+        jaxfn.from_custom_vjp(rounded)
+    short = jaxfn.from_custom_vjp(lambda x, w: x * w, lambda x, w: (x * w, w), lambda w, g: (g * w,))
+    with pytest.raises(RuntimeError, match=r"expected 2 .*, got 1.*\n.* is at .*test_functional_forms.py"):
+        jax.grad(short)(x[0], x[1])
