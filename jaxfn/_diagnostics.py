@@ -158,6 +158,7 @@ _HINTS = {
         "what backward reads by a name is saved in forward by that name, ctx.save_for_backward(name=value)"
     ),
     "ctx has no attribute": "assign what backward needs in forward (ctx.name = value), or in setup_context",
+    "property 'saved_tensors'": "call ctx.save_for_backward(...) in forward",
     "ctx.needs_input_grad": (
         "it has one flag for each parameter of forward, without the ctx; its name may be used in place of a number"
     ),
@@ -266,8 +267,8 @@ def signature_error(
         hint = "forward returned a list, which is one output: return a tuple of the outputs"
     elif names and names[0] == "self":
         hint = f"A Function has no instances: make it a static method, {pattern}, without self"
-    elif len(names) == num_others:
+    elif len(names) == num_others and names[0] != "ctx":
         hint = f"Its first parameter, {names[0]!r}, is taken for the ctx: write {pattern}"
     else:
-        hint = f"Write {pattern}"
+        hint = f"Write {pattern}, with a parameter for each"
     return TypeError(f"{function_name}.{method}{signature} cannot take what it is called with, {passed}. {hint}.")

@@ -268,8 +268,9 @@ def from_custom_vjp(
         gradients: list[Any] = [*returned] if isinstance(returned, (tuple, list)) else [returned]
         for i in sorted(static):
             gradients.insert(i, None)
-        is_kept = (*ctx.needs_input_grad, *[True] * len(gradients))  # the caller raises if there are too many
-        return tuple(jax.tree.map(_conjugate, g) if kept else None for g, kept in zip(gradients, is_kept, strict=False))
+        is_needed = (*ctx.needs_input_grad, *[True] * len(gradients))  # the caller raises if there are too many
+        pairs = zip(gradients, is_needed, strict=False)
+        return tuple(jax.tree.map(_conjugate, gradient) if needed else None for gradient, needed in pairs)
 
     wraps(f)(forward)
     wraps(bwd)(backward)  # so that errors name its line

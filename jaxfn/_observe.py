@@ -36,7 +36,7 @@ def record_perturbation_read() -> None:
 
 
 class Observation(Enum):
-    """What a tool looks for."""
+    """Arrays or lines that a tool looks for."""
 
     LINES = "the lines of the operations in forward"
     RESIDUALS = "what backward reads of what forward saved"

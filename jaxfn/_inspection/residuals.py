@@ -462,28 +462,28 @@ def _readers(jaxpr: Any, of_outputs: Sequence[list[_Reader]], enclosing: tuple[s
     return readers
 
 
-class _Origin(NamedTuple):
+class _Provenance(NamedTuple):
     """The operation that computes a variable, or its name by `checkpoint_name`; and its location."""
 
     operation: str
     location: str
 
 
-_NO_ORIGIN = _Origin("", "")
+_NO_ORIGIN = _Provenance("", "")
 
 
-def _origins(jaxpr: Any, of_inputs: Sequence[_Origin]) -> dict[Any, _Origin]:
+def _origins(jaxpr: Any, of_inputs: Sequence[_Provenance]) -> dict[Any, _Provenance]:
     """Returns the origin of each variable; `_NO_ORIGIN` if no operation computes it."""
     origins = dict(zip(jaxpr.invars, of_inputs, strict=True))
     for eqn in jaxpr.eqns:
         of_operands = [origins.get(atom, _NO_ORIGIN) if is_variable(atom) else _NO_ORIGIN for atom in eqn.invars]
-        own = _Origin(eqn.params["name"] if eqn.primitive is name_p else eqn.primitive.name, eqn_source_line(eqn))
+        own = _Provenance(eqn.params["name"] if eqn.primitive is name_p else eqn.primitive.name, eqn_source_line(eqn))
         found = [own] * len(eqn.outvars)
         if is_any_of(eqn, _DATA_MOVEMENT | _ADDED_BY_CHECKPOINT) and eqn.primitive is not name_p:
             found = [own if origin is _NO_ORIGIN else origin for origin in of_operands[: len(found)]]
         for sub in reversed(subjaxprs(eqn)):  # of a `cond`, the first branch
             carried = {argument for _, argument in sub.carried}
-            carry = _Origin("carry", own.location)
+            carry = _Provenance("carry", own.location)
             inside = _origins(
                 sub.jaxpr, [carry if i in carried else of_operands[operand] for i, operand in enumerate(sub.operands)]
             )

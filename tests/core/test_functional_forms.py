@@ -230,12 +230,12 @@ def test_autograd_function_by_a_name():
 
 
 @jax.custom_vjp
-def by_hand(x, w):
+def hand_written(x, w):
     return {"product": x * w, "sum": (x + 1j * w, x)}
 
 
-by_hand.defvjp(
-    lambda x, w: (by_hand(x, w), (x, w)),
+hand_written.defvjp(
+    lambda x, w: (hand_written(x, w), (x, w)),
     lambda saved, g: (
         g["product"] * saved[1] + g["sum"][0] + g["sum"][1],
         g["product"] * saved[0] + 1j * g["sum"][0],
@@ -263,7 +263,9 @@ def test_a_function_of_a_custom_vjp_has_its_rule(wrap):
         lambda f: lambda x, w: jnp.abs(jax.vmap(f, (0, None))(x, w[0])["product"] * (2 + 1j)).sum(),
     ]
     for loss in losses:
-        ours, theirs = (wrap(jax.grad(loss(f), (0, 1)))(x, w) for f in (jaxfn.from_custom_vjp(by_hand), by_hand))
+        ours, theirs = (
+            wrap(jax.grad(loss(f), (0, 1)))(x, w) for f in (jaxfn.from_custom_vjp(hand_written), hand_written)
+        )
         jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5), ours, theirs)
     f = jaxfn.from_custom_vjp(applied)
     assert jaxfn.check(lambda x: f(jnp.sin, x, 3), np.linspace(-1, 1, 3))

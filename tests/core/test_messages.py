@@ -174,6 +174,17 @@ MISTAKES = {
         AttributeError,
         "ctx has no attribute 'scale': it was not set here or in forward (set: none)\nIn Thing.backward: assign what",
     ),
+    "a parameter too few": (
+        lambda: build(backward=lambda ctx: None),
+        TypeError,
+        "Thing.backward(ctx) cannot take what it is called with, ctx and the gradients of 1 output. Write "
+        "backward(ctx, *grad_outputs), with a parameter for each.",
+    ),
+    "saved_tensors assigned": (
+        lambda: build(forward=lambda ctx, x: setattr(ctx, "saved_tensors", (x,))),
+        AttributeError,
+        "In Thing.forward: call ctx.save_for_backward(...) in forward",
+    ),
     "nearly a name of ctx": (
         lambda: build(forward=save_one, backward=lambda ctx, grad_output: ctx.saved_variable[0]),
         AttributeError,

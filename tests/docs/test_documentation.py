@@ -98,6 +98,7 @@ GUESSES = """
     detect_anomaly: jaxfn.find_nan
     saved_residuals: jaxfn.residuals
     debug_nans: jaxfn.find_nan
+    save_on_cpu: jaxfn.save_on_host
     surrogate: jaxfn.gradcheck
     straight_through: jaxfn.gradcheck
     convert: jaxfn.from_torch

@@ -411,6 +411,7 @@ _HINTS = dict.fromkeys(("train", "eval"), "net.as_train() and net.as_eval(), whi
         ("state_dict", "named_parameters", "named_buffers", "params"), "the dicts net.parameters and net.buffers"
     ),
     **dict.fromkeys(("to", "cuda", "cpu", "double", "half"), "jax.device_put, or a cast, of what net.apply takes"),
+    "explain": "jaxfn.explain(net, *args)",
     "load_state_dict": "net.load(parameters, buffers)",
     "forward": "net.apply(parameters, buffers, ...)",
     "zero_grad": "jax.grad of a function that calls net.apply, which returns new gradients",
