@@ -258,7 +258,7 @@ def from_custom_vjp(
             return f(*args)
         output, ctx.residuals = fwd(*args)
         ctx.static, ctx.is_tuple = [args[i] for i in static], isinstance(output, tuple)
-        ctx.make_outputs = getattr(cast(Any, output), "_make", tuple)
+        ctx.make_outputs = getattr(output, "_make", tuple)
         return output
 
     def backward(ctx: Any, *grad_outputs: Any) -> Any:

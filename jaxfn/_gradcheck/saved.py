@@ -19,7 +19,7 @@ for which nothing is staged or compiled. The search stops when it has taken seve
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import combinations
 from time import perf_counter
@@ -50,7 +50,7 @@ _INLINED = (["jit"], ["call"], ["checkpoint"])
 _ADDITIONS = primitives("add sub add_any")
 
 _Key = tuple[int, int]  # of an operand: the number of its `label` eqn or addition, as evaluated, and its index
-_Replacements = dict[_Key, _Key | float]  # by another one, or by a multiple of itself
+_Replacements = Mapping[_Key, _Key | float]  # by another one, or by a multiple of itself
 
 
 class _Evaluated(NamedTuple):
@@ -190,8 +190,8 @@ def _evaluate(rule: JaxprFunction, replacements: _Replacements, *args: Any) -> t
 
     def replaced(key: _Key) -> Any:
         other = replacements.get(key, key)
-        n, i = key if isinstance(other, float) else other
-        return evaluated[n].arrays[i] * other if isinstance(other, float) else evaluated[n].arrays[i]
+        (n, i), factor = (other, None) if isinstance(other, tuple) else (key, other)
+        return evaluated[n].arrays[i] if factor is None else evaluated[n].arrays[i] * factor
 
     def evaluate(_: int, eqn: Any, operands: list[Any]) -> Sequence[Any]:
         if eqn.primitive is label_p or is_any_of(eqn, _ADDITIONS):

@@ -93,9 +93,12 @@ def to_numpy(tensor: torch.Tensor) -> np.ndarray[Any, Any]:
 
 def with_arrays(tree: Any) -> Any:
     """Returns a pytree with NumPy arrays in place of its torch tensors."""
-    if not any(is_torch_tensor_type(type(leaf)) for leaf in jax.tree.leaves(tree)):
-        return tree
-    return jax.tree.map(lambda leaf: to_numpy(leaf) if is_torch_tensor_type(type(leaf)) else leaf, tree)
+
+    def convert(leaf: Any) -> Any:
+        return to_numpy(leaf) if is_torch_tensor_type(type(leaf)) else leaf
+
+    has_tensors = any(is_torch_tensor_type(type(leaf)) for leaf in jax.tree.leaves(tree))
+    return jax.tree.map(convert, tree) if has_tensors else tree
 
 
 def to_torch(array: Any) -> torch.Tensor:
