@@ -15,7 +15,7 @@ from typing import Any, NoReturn
 
 import jaxfn
 from jaxfn._check.arguments import as_arguments, as_function, is_torch_code
-from jaxfn._diagnostics import is_about_method
+from jaxfn._diagnostics import ADDED
 from jaxfn._reports import first_line
 
 _EXAMPLES = """examples:
@@ -65,7 +65,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _is_about_arguments(error: Exception) -> bool:
     """Whether an error was raised by a call of the user's code, and not inside it or about what it returned."""
     modules = [frame.f_globals.get("__name__", "") for frame, _ in traceback.walk_tb(error.__traceback__)]
-    is_inside = any(module.partition(".")[0] not in _LIBRARIES for module in modules) or is_about_method(error)
+    is_inside = any(module.partition(".")[0] not in _LIBRARIES for module in modules) or ADDED in vars(error)
     return isinstance(error, (TypeError, ValueError, OSError, ImportError)) and not is_inside  # torch may be missing
 
 

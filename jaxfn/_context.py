@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import islice
 from types import MappingProxyType
@@ -15,7 +14,6 @@ from jaxfn._signature import InputNames
 from jaxfn._tree import is_array_leaf
 
 _T = TypeVar("_T")
-_CLOSE = 0.85  # similarity of a name that is meant
 
 
 class _Named:
@@ -165,11 +163,9 @@ class FunctionCtx:
         if name in ("num_inputs", "num_outputs", "needs_input_grad"):
             when = "once forward has returned" if name == "num_outputs" else "in a call"
             raise AttributeError(f"ctx.{name} is known {when}; assign it to a FunctionCtx that you have created")
-        close = difflib.get_close_matches(name, [*dir(FunctionCtx), *vars(self)], 1, _CLOSE)
-        if close:
-            raise AttributeError(f"ctx has no {name!r}: did you mean {close[0]!r}?", name=name, obj=self)
         names = ", ".join(vars(self)) or "none"
-        raise AttributeError(f"ctx has no attribute {name!r}: it was not set here or in forward (set: {names})")
+        text = f"ctx has no attribute {name!r}: it was not set here or in forward (set: {names})"
+        raise AttributeError(text, name=name, obj=self)
 
     def save_for_backward(self, *tensors: Any, **named: Any) -> None:
         """Saves arrays for `backward`; a second call replaces those of the first.

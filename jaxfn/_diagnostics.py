@@ -8,6 +8,7 @@ raised again, so that code which catches its class still works.
 from __future__ import annotations
 
 import ast
+import difflib
 import inspect
 import os
 import re
@@ -97,8 +98,12 @@ _OTHER_METHODS = (
 _UNKNOWN_KEYWORD = re.compile(r"^_?(\w+)\(\) got an unexpected keyword argument '(\w+)'")
 _CTX = re.compile(r"\bFunctionCtx\b(?!\.)")  # its methods' own errors begin with "FunctionCtx.name()"
 # Messages of ctx itself. They need no hint, but the name of the Function, which ctx does not know.
-_BY_CTX = ("save_for_backward can only save", "save_for_forward can only save", "ctx.log(...):", "ctx has no '")
+_BY_CTX = ("save_for_backward can only save", "save_for_forward can only save", "ctx.log(...):")
 _FUNCTIONS = ((jnp, "jnp"), (jax.nn, "jax.nn"), (jnp.linalg, "jnp.linalg"), (jax.lax, "jax.lax"))
+
+
+ADDED = "_jaxfn_text"
+"""The attribute of an error with what is added to its message."""
 
 
 def add_hint(error: Exception, function_name: str, method: str, function: Callable[..., Any], ctx: Any = None) -> None:
@@ -115,18 +120,17 @@ def add_hint(error: Exception, function_name: str, method: str, function: Callab
 
 def add_to_message(error: Exception, text: str) -> None:
     """Adds a sentence to the message of an error, unless an inner Function has done so."""
-    if vars(error).setdefault("_jaxfn_text", text) is text:
+    if vars(error).setdefault(ADDED, text) is text:
         message, *others = error.args or ("",)
         error.args = (f"{str(message).rstrip()}\n{text}", *others)
 
 
-def is_about_method(error: Exception) -> bool:
-    """Whether a message names one of the user's methods."""
-    return "_jaxfn_text" in vars(error)
-
-
 def _hint(error: Exception, method: str, ctx: Any) -> str | None:
     text = error.args[0] if isinstance(error, KeyError) else str(error)  # the text of a KeyError is in quotes
+    if text.startswith("ctx has no attribute") and isinstance(error, AttributeError):
+        close = difflib.get_close_matches(error.name, dir(error.obj), 1, 0.85)
+        if close:
+            return f"did you mean ctx.{close[0]}"
     for start, hint in _HINTS.items():
         if text.startswith(start):
             return hint
@@ -172,7 +176,7 @@ _HINTS = {
 
 def add_numpy_hint(error: Exception, function_name: str, names: InputNames, inputs: Sequence[object]) -> None:
     """Names the inputs that were NumPy scalars, and so arrays, in the message of an error with `_READS_VALUE`."""
-    text = vars(error).get("_jaxfn_text", "")
+    text = vars(error).get(ADDED, "")
     if text.startswith(f"In {function_name}.forward: ") and _READS_VALUE in text:
         message, *others = error.args
         for index, value in enumerate(inputs):

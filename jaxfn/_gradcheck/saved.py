@@ -112,7 +112,7 @@ def explain_by_saved(
     texts = [text for text, replaced in right if not any(other.items() < replaced.items() for _, other in right)]
     for text, key in [] if texts else _terms(eqns):
         if perf_counter() > deadline:
-            break
+            return None, "the search for a wrong factor of a term stopped"
         scale = factor(key)
         if scale is not None and not refuted({key: scale}) and is_right({key: scale}):
             texts.append(f"a wrong factor of one term: {mode.method} is right with {scale:.6g} times the {text}")

@@ -188,12 +188,12 @@ MISTAKES = {
     "nearly a name of ctx": (
         lambda: build(forward=save_one, backward=lambda ctx, grad_output: ctx.saved_variable[0]),
         AttributeError,
-        "ctx has no 'saved_variable': did you mean 'saved_variables'?\nIn Thing.backward.",
+        "(set: none)\nIn Thing.backward: did you mean ctx.saved_variables",
     ),
     "a method of ctx, misspelt": (
         lambda: build(forward=lambda ctx, x: ctx.save_for_backwards(x)),
         AttributeError,
-        "ctx has no 'save_for_backwards': did you mean 'save_for_backward'?\nIn Thing.forward.",
+        "(set: none)\nIn Thing.forward: did you mean ctx.save_for_backward",
     ),
     "a name that nothing was saved by": (
         lambda: build(backward=lambda ctx, grad_output: ctx.saved_variables.weight),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import sys
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -97,7 +98,8 @@ def with_arrays(tree: Any) -> Any:
     def convert(leaf: Any) -> Any:
         return to_numpy(leaf) if is_torch_tensor_type(type(leaf)) else leaf
 
-    has_tensors = any(is_torch_tensor_type(type(leaf)) for leaf in jax.tree.leaves(tree))
+    is_possible = "torch" in sys.modules
+    has_tensors = is_possible and any(is_torch_tensor_type(type(leaf)) for leaf in jax.tree.leaves(tree))
     return jax.tree.map(convert, tree) if has_tensors else tree
 
 
