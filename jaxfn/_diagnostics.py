@@ -102,8 +102,7 @@ _BY_CTX = ("save_for_backward can only save", "save_for_forward can only save", 
 _FUNCTIONS = ((jnp, "jnp"), (jax.nn, "jax.nn"), (jnp.linalg, "jnp.linalg"), (jax.lax, "jax.lax"))
 
 
-ADDED = "_jaxfn_text"
-"""The attribute of an error with what is added to its message."""
+ADDED = "_jaxfn_text"  # the attribute of an error with what is added to its message
 
 
 def add_hint(error: Exception, function_name: str, method: str, function: Callable[..., Any], ctx: Any = None) -> None:
@@ -128,7 +127,7 @@ def add_to_message(error: Exception, text: str) -> None:
 def _hint(error: Exception, method: str, ctx: Any) -> str | None:
     text = error.args[0] if isinstance(error, KeyError) else str(error)  # the text of a KeyError is in quotes
     if text.startswith("ctx has no attribute") and isinstance(error, AttributeError):
-        close = difflib.get_close_matches(error.name, dir(error.obj), 1, 0.85)
+        close = difflib.get_close_matches(error.name or "", dir(error.obj), 1, 0.85)
         if close:
             return f"did you mean ctx.{close[0]}"
     for start, hint in _HINTS.items():

@@ -105,9 +105,8 @@ def _gradcheck_error(function: Any, example: Sequence[Any]) -> str | None:
         doubles = tuple(
             x.astype(np.float64) if getattr(getattr(x, "dtype", None), "kind", "") == "f" else x for x in example
         )
-        report = jaxfn.gradcheck(function, doubles, raise_exception=False)
-        fix = "if that is deliberate (straight-through), pass surrogate= to gradcheck"
-        return None if report else f"backward is not the derivative of forward, as in torch; {fix}"
+        reason = "backward is not the derivative of forward. If that is deliberate (straight-through), use surrogate="
+        return None if jaxfn.gradcheck(function, doubles, raise_exception=False) else reason
     except Exception as error:  # gradcheck, or the function in double precision, raises anything.
         return (str(error).splitlines() or [type(error).__name__])[0]
 

@@ -98,8 +98,7 @@ def with_arrays(tree: Any) -> Any:
     def convert(leaf: Any) -> Any:
         return to_numpy(leaf) if is_torch_tensor_type(type(leaf)) else leaf
 
-    is_possible = "torch" in sys.modules
-    has_tensors = is_possible and any(is_torch_tensor_type(type(leaf)) for leaf in jax.tree.leaves(tree))
+    has_tensors = "torch" in sys.modules and any(is_torch_tensor_type(type(x)) for x in jax.tree.leaves(tree))
     return jax.tree.map(convert, tree) if has_tensors else tree
 
 
