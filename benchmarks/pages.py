@@ -85,14 +85,19 @@ def everything(figures: Sequence[Mapping[str, Any]]) -> str:
     """Returns tables of all figures of every machine."""
     parts: list[str] = []
     for content in figures:
+        details: list[str] = []
         environment = content["environment"]
         name = environment["device"] if environment["backend"] != "cpu" else environment["processor"]
         parts.append(f"## {name}\n\nMeasured on {_machine(content)}.")
         for part, (title, make) in _PARTS.items():
             if content.get(part):
                 parts += [f"### {title}", *_shown_plot(content, part)]
-                parts += [_medians(content[part]), "#### Each Function and network"] if part == saved.FUNCTIONS else []
-                parts.append(make(content[part]))
+                if part == saved.FUNCTIONS:  # a long table, so its medians come first
+                    parts.append(_medians(content[part]))
+                    details += ["### Each Function and network", make(content[part])]
+                else:
+                    parts.append(make(content[part]))
+        parts += details
     return "\n\n".join(parts)
 
 

@@ -90,7 +90,9 @@ def test_the_ratios_of_README_are_those_of_the_medians():
 def test_pages_have_measured_figures_in_generated_text_only():
     """What is typed in prose stays when the figures change."""
     for page in [ROOT / "README.md", *(ROOT / "docs").glob("*.md")]:
-        typed = re.sub(r"<!-- figures.*?<!-- end of figures -->|```.*?```|`[^`]*`", "", page.read_text(), flags=re.DOTALL)
+        typed = re.sub(
+            r"<!-- figures.*?<!-- end of figures -->|```.*?```|`[^`]*`", "", page.read_text(), flags=re.DOTALL
+        )
         assert not re.findall(r"\d\.\d+ times|a tenth|\d (?:ms|us|milliseconds|microseconds)\b", typed), page.name
 
 
