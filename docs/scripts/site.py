@@ -1,4 +1,4 @@
-"""Hooks of mkdocs: pages and parts of pages that are made from README, CHANGELOG, docstrings, examples, the notebook."""
+"""Hooks of mkdocs: pages, and parts of pages, from README, CHANGELOG, docstrings, examples and the notebook."""
 
 from __future__ import annotations
 
@@ -63,11 +63,9 @@ def on_page_context(context: dict[str, Any], *, page: Page, config: MkDocsConfig
 
 def which_of_these() -> str:
     """Returns README's section of that title, with links to pages of the site."""
-    section = re.search(r"^## Which of these do you want\?\n.*?(?=^## )", (ROOT / "README.md").read_text(), re.M | re.S)
-    assert section
-    return re.sub(
-        r"\]\((?:docs/|(examples/\S+)\.py\))", lambda link: f"]({link[1]}.md)" if link[1] else "](", section[0]
-    )
+    title = "## Which of these do you want?\n"
+    section = title + (ROOT / "README.md").read_text().partition(title)[2].partition("\n## ")[0]
+    return re.sub(r"\]\((examples/\S+)\.py\)", r"](\1.md)", section.replace("](docs/", "]("))
 
 
 def all_names() -> str:

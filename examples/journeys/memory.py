@@ -5,7 +5,8 @@ runs, and the gradients of the Functions are compared with the exact one.
 
 GELU in 8 bits alone stores more than a checkpoint with `dots_saveable`: the next product needs GELU's output for the
 gradient of its weight, so one float32 array for each layer remains. `dots_saveable` saves the products, and computes
-GELU again. A Function of GELU and the product after it does both: it saves its input in 8 bits, and computes GELU again.
+GELU again. A Function of GELU and the product after it does both: it saves its input in 8 bits, from which it computes
+GELU again.
 
     pip install -e ".[plot]"
     python examples/journeys/memory.py --picture memory.svg
