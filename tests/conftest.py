@@ -47,7 +47,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(tryfirst=True)  # before -k and -m choose
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Deselects tests of other rows than those of `--row`, slow tests without `--all`, and with `--brief` more cases."""
+    """Deselects tests of other rows than those of `--row`, slow tests without `--all`, further cases with `--brief`."""
     rows = set(config.getoption("row") or ())
     chosen = [
         item
@@ -67,4 +67,4 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     missing = {name for text in skipped for name in re.findall(r"No module named '(\w+)", text)}
     if missing:
         install = 'pip install torch==2.13.0 && pip install -e ".[cookbook,dev]"'
-        terminalreporter.write_line(f"{len(skipped)} tests skipped; with {', '.join(sorted(missing))} more run: {install}")
+        terminalreporter.write_line(f"{len(skipped)} skipped, for lack of {', '.join(sorted(missing))}: {install}")

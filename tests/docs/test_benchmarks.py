@@ -88,7 +88,7 @@ def test_the_ratios_of_README_are_those_of_the_medians():
 
 
 def test_pages_have_measured_figures_in_generated_text_only():
-    """What is typed in prose stays when the figures change."""
+    """A figure that is typed in prose would stay when the measured ones change."""
     for page in [ROOT / "README.md", *(ROOT / "docs").glob("*.md")]:
         typed = re.sub(
             r"<!-- figures.*?<!-- end of figures -->|```.*?```|`[^`]*`", "", page.read_text(), flags=re.DOTALL
