@@ -81,7 +81,7 @@ def all_names() -> str:
             assert docstring, f"{public} has no docstring"
             found = re.findall(r"^(?:Torch|JAX) counterpart: (?!none)(.*?)\.?$", docstring.value, re.MULTILINE)
             first = docstring.value.splitlines()[0]
-            parts.append(f"| [`{public}`](api/{path.name}#jaxfn.{public}) | {first} | {', '.join(found)} |")
+            parts.append(f"| [`{public}`](api/{path.name}#jaxfn.{public}) | {first} | {'; '.join(found)} |")
         parts.append("")
     return "\n".join(parts)
 
