@@ -78,7 +78,6 @@ MEASUREMENTS = (
 )
 # torch stores whole Jacobians: 8 GB and half an hour.
 _NOT_IN_TORCH = frozenset(m.name for m in MEASUREMENTS if m.shapes == _square(128))
-_SLOW = frozenset(m.name for m in MEASUREMENTS if m.shapes in (_square(64), _square(128)))
 
 
 @dataclass(frozen=True)
@@ -106,22 +105,17 @@ class Result:
 
     def line(self) -> str:
         """Formats the result as a line of text."""
-        unit, bound = self.measurement.unit, self._bound
-        values = "".join(f"{_shown(self.values[form], unit):>12}" for form in FORMS)
-        verdict = {None: "", True: "met", False: "NOT MET"}[self.is_met]
-        target = "" if bound is None else f"<= {_shown(bound, unit)}:"
-        return f"  {self.measurement.name:<40}{values}   {target} {verdict}".rstrip()
+        values = "".join(f"{_shown(self.values[form], self.measurement.unit):>12}" for form in FORMS)
+        return f"  {self.measurement.name:<40}{values}"
 
     def as_json(self) -> dict[str, Any]:
         """Returns the fields that are saved."""
         return {**asdict(self.measurement), "values": dict(self.values), "target_met": self.is_met}
 
 
-def run(has_torch: bool, quick: bool) -> Iterator[Result]:
-    """Yields each result as it is measured, without the slow ones if `quick`."""
+def run(has_torch: bool) -> Iterator[Result]:
+    """Yields each result as it is measured."""
     for measurement in MEASUREMENTS:
-        if quick and measurement.name in _SLOW:
-            continue
         forms = [_JAXFN]
         forms += [CHECK_GRADS] if measurement.functions else []
         forms += [TORCH] if has_torch and measurement.name not in _NOT_IN_TORCH else []
@@ -132,7 +126,7 @@ def run(has_torch: bool, quick: bool) -> Iterator[Result]:
 
 def header() -> str:
     """Returns the header of the results."""
-    return f"{'checking tanh(c x @ w)':<42}" + "".join(f"{form:>12}" for form in FORMS) + "   target"
+    return f"{'checking tanh(c x @ w)':<42}" + "".join(f"{form:>12}" for form in FORMS)
 
 
 def _in_a_process(measurement: Measurement, form: str) -> float:

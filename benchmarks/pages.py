@@ -1,4 +1,4 @@
-"""The saved figures as tables and plots of README.md and docs/benchmarks.md: `python -m benchmarks.pages`."""
+"""The saved figures as tables and plots of README.md and the pages: `python -m benchmarks.pages`."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ from benchmarks.table import shown
 
 _ROOT = Path(__file__).parents[1]
 _FORMS = ("jaxfn", "equinox", TORCH)
-_MEASUREMENTS = (  # in README's table
+_MODEL_FORMS = ("from_torch", "flax", TORCH)
+_MEASUREMENTS = (  # in the table of medians
     "eager call",
     "eager value-and-grad",
     "trace",
@@ -39,27 +40,64 @@ def with_figures(page: str, figures: str) -> str:
     return _FIGURES.sub(lambda found: f"{found[1]}{figures}{found[2]}", page)
 
 
-def ratios(figures: Sequence[Mapping[str, Any]]) -> str:
-    """Returns README's table: medians over all Functions of ratios to the hand-written rule, on the first machine."""
-    content = next(content for content in figures if saved.FUNCTIONS in content)
-    rows: list[list[str]] = []
+def readme(figures: Sequence[Mapping[str, Any]]) -> str:
+    """Returns README's tables, of the first machine: medians of ratios to the hand-written rule, and whole models."""
+    functions = _first(figures, saved.FUNCTIONS)
+    models = _first(figures, saved.TRAINING)
+    steps = [
+        [result["model"], *_cells(result["values"], _MODEL_FORMS, result["unit"])]
+        for result in models[saved.TRAINING]
+        if result["measurement"] == "step"
+    ]
+    tables = [_medians(functions[saved.FUNCTIONS]), _table(["training step", *_MODEL_FORMS], steps)]
+    return "\n\n".join([f"On {_machine(functions)}:", *tables])
+
+
+def sentence(figures: Sequence[Mapping[str, Any]]) -> str:
+    """Returns jaxfn's ratios to the hand-written rule, for the FAQ: their medians, smallest and largest."""
+    content = _first(figures, saved.FUNCTIONS)
+    parts: list[str] = []
+    for measurement in ("compiled step", "trace", "eager value-and-grad", "eager call"):
+        found = _ratios(content[saved.FUNCTIONS], measurement, "jaxfn")
+        parts.append(f"{measurement} {statistics.median(found):.2f} ({min(found):.2f} to {max(found):.2f})")
+    return f"Times over those of a hand-written rule, on {_machine(content)}: {', '.join(parts)}."
+
+
+def _first(figures: Iterable[Mapping[str, Any]], part: str) -> Mapping[str, Any]:
+    return next(content for content in figures if content.get(part))
+
+
+def _ratios(rows: Iterable[Mapping[str, Any]], measurement: str, form: str) -> list[float]:
+    found = [row["ratios_to_hand_written"].get(form) for row in rows if row["measurement"] == measurement]
+    return [ratio for ratio in found if ratio is not None]
+
+
+def _medians(rows: Sequence[Mapping[str, Any]]) -> str:
+    """Returns the medians, over all Functions and networks, of the ratios to the hand-written rule."""
+    cells: list[list[str]] = []
     for measurement in _MEASUREMENTS:
-        found = [row["ratios_to_hand_written"] for row in content[saved.FUNCTIONS] if row["measurement"] == measurement]
-        medians = [[ratio[form] for ratio in found if ratio.get(form) is not None] for form in _FORMS]
-        rows.append([measurement, *(f"{statistics.median(values):.2f}" if values else "" for values in medians)])
-    return f"On {_machine(content)}:\n\n" + _table(["", *_FORMS], rows)
+        found = [_ratios(rows, measurement, form) for form in _FORMS]
+        cells.append([measurement, *(f"{statistics.median(values):.2f}" if values else "" for values in found)])
+    return _table(["", *_FORMS], cells)
 
 
 def everything(figures: Sequence[Mapping[str, Any]]) -> str:
     """Returns tables of all figures of every machine."""
     parts: list[str] = []
     for content in figures:
+        details: list[str] = []
         environment = content["environment"]
         name = environment["device"] if environment["backend"] != "cpu" else environment["processor"]
         parts.append(f"## {name}\n\nMeasured on {_machine(content)}.")
         for part, (title, make) in _PARTS.items():
             if content.get(part):
-                parts += [f"### {title}", *_shown_plot(content, part), make(content[part])]
+                parts += [f"### {title}", *_shown_plot(content, part)]
+                if part == saved.FUNCTIONS:  # a long table, so its medians come first
+                    parts.append(_medians(content[part]))
+                    details += ["### Each Function and network", make(content[part])]
+                else:
+                    parts.append(make(content[part]))
+        parts += details
     return "\n\n".join(parts)
 
 
@@ -166,8 +204,9 @@ _PLOTS: Mapping[str, tuple[Callable[[Iterable[Mapping[str, Any]]], str], str]] =
     saved.TRAINING: (plots.training, "Training steps of whole models over those in flax"),
 }
 PAGES: Mapping[Path, Callable[[Sequence[Mapping[str, Any]]], str]] = {
-    _ROOT / "README.md": ratios,
+    _ROOT / "README.md": readme,
     _ROOT / "docs" / "benchmarks.md": everything,
+    _ROOT / "docs" / "faq.md": sentence,
 }
 
 if __name__ == "__main__":

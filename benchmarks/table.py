@@ -12,7 +12,7 @@ _LABEL, _CELL = 22, 18
 
 def header(forms: Sequence[str]) -> str:
     """Returns the header of the table."""
-    return " " * _LABEL + "".join(form.rjust(_CELL) for form in forms) + "   jaxfn's target"
+    return " " * _LABEL + "".join(form.rjust(_CELL) for form in forms)
 
 
 def lines(forms: Sequence[str]) -> Callable[[Row], str]:
@@ -35,7 +35,7 @@ def title(row: Row) -> str:
 def line(row: Row, forms: Sequence[str]) -> str:
     """Formats one measurement in every form, with its ratio to the hand-written form."""
     cells = "".join(_cell(row, form).rjust(_CELL) for form in forms)
-    return f"  {row.measurement.ljust(_LABEL - 2)}{cells}   {_verdict(row)}".rstrip()
+    return f"  {row.measurement.ljust(_LABEL - 2)}{cells}".rstrip()
 
 
 def summary(rows: Iterable[Row]) -> list[str]:
@@ -77,10 +77,3 @@ def shown(value: float, unit: str) -> str:
     if unit == "bytes":
         return f"{value:,.0f} B" if value < 100_000 else f"{value / 1024:,.0f} KiB"
     return f"{value / 1e6:,.1f} M"
-
-
-def _verdict(row: Row) -> str:
-    if row.is_met is None:
-        return ""
-    noise = " (noise)" if row.measurement == SAME_AS_HAND_WRITTEN else ""
-    return f"<= {row.target:.2f}{noise}: {'met' if row.is_met else 'NOT MET'}"

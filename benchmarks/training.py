@@ -93,8 +93,7 @@ class Result:
         """Formats the result as a line of text."""
         cells = "".join(self._shown(self.values.get(form)).rjust(14) for form in FORMS)
         ratio = "" if self.ratio is None else f"{self.ratio:6.2f}x"
-        verdict = {None: "", True: f"<= {TARGET:.2f}: met", False: f"<= {TARGET:.2f}: NOT MET"}[self.is_met]
-        return f"  {self.model:<10}{self.measurement:<18}{cells}{ratio:>9}   {verdict}".rstrip()
+        return f"  {self.model:<10}{self.measurement:<18}{cells}{ratio:>9}".rstrip()
 
     def _shown(self, value: float | None) -> str:
         if value is None:

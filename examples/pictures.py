@@ -14,7 +14,7 @@ import numpy as np
 import jaxfn
 
 FOLDER = Path(__file__).parents[1] / "docs" / "pictures"
-JOURNEYS = ("train", "kernel", "wrong_gradient", "memory")
+JOURNEYS = ("train", "port", "kernel", "wrong_gradient", "memory")
 
 
 def surrogate() -> Any:
@@ -52,10 +52,13 @@ def main(names: list[str] | None = None) -> list[Path]:
     FOLDER.mkdir(exist_ok=True)
     paths: list[Path] = []
     for name in names or ["surrogate", *JOURNEYS]:
-        module = "examples.pictures" if name == "surrogate" else f"examples.journeys.{name}"
-        draw = surrogate if name == "surrogate" else importlib.import_module(module).picture
+        if name == "surrogate":
+            figure = surrogate()
+        else:
+            journey = importlib.import_module(f"examples.journeys.{name}")
+            figure = journey.picture(journey.main([]))
         paths.append(FOLDER / f"{name}.svg")
-        draw().savefig(paths[-1], metadata={"Date": None})
+        figure.savefig(paths[-1], metadata={"Date": None})
         print(paths[-1])
     return paths
 

@@ -61,6 +61,7 @@ class function(Generic[P, R_co]):
       3.0
 
     Torch counterpart: a `torch.autograd.Function` subclass and its `apply`; in R torch, `autograd_function`.
+    JAX counterpart: `jax.custom_vjp`, `jax.custom_jvp`.
     """
 
     __name__: str

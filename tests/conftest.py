@@ -2,6 +2,7 @@
 
 import gc
 import os
+import re
 from collections.abc import Iterator
 
 import jax
@@ -32,6 +33,7 @@ def few_objects() -> Iterator[None]:
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--all", action="store_true", help="run the slow tests too")
+    parser.addoption("--brief", action="store_true", help="run one case of each quick test")
     parser.addoption("--row", action="append", help="run only tests of this row of docs/contract.md")
 
 
@@ -45,7 +47,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(tryfirst=True)  # before -k and -m choose
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Deselects tests of other rows than those of `--row`, and slow tests without `--all`."""
+    """Deselects tests of other rows than those of `--row`, slow tests without `--all`, further cases with `--brief`."""
     rows = set(config.getoption("row") or ())
     chosen = [
         item
@@ -53,13 +55,16 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         if (config.getoption("all") or not item.get_closest_marker("slow"))
         and (not rows or any(rows.intersection(mark.args) for mark in item.iter_markers("row")))
     ]
+    if config.getoption("brief"):
+        chosen = list({item.nodeid.partition("[")[0]: item for item in reversed(chosen)}.values())[::-1]
     config.hook.pytest_deselected(items=list(set(items).difference(chosen)))
     items[:] = chosen
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """Says what was skipped for lack of torch."""
-    skipped = terminalreporter.stats.get("skipped", [])
-    without_torch = sum("'torch'" in str(report.longrepr) for report in skipped)
-    if without_torch:
-        terminalreporter.write_line(f"{without_torch} skips without torch; pip install torch==2.13.0 runs these tests")
+    """Says how to run the tests that are skipped where packages are missing; `-rs` lists them."""
+    skipped = [str(report.longrepr) for report in terminalreporter.stats.get("skipped", [])]
+    missing = {name for text in skipped for name in re.findall(r"No module named '(\w+)", text)}
+    if missing:
+        install = 'pip install torch==2.13.0 && pip install -e ".[cookbook,dev]"'
+        terminalreporter.write_line(f"{len(skipped)} skipped, for lack of {', '.join(sorted(missing))}: {install}")

@@ -2,12 +2,15 @@
 
 You get a kernel with its derivative, and a check that finds what breaks kernels without a tolerance to choose.
 
-    python examples/journeys/kernel.py
+    pip install -e ".[plot]"
+    python examples/journeys/kernel.py --picture kernel.svg
 """
 
 from __future__ import annotations
 
-from typing import Any
+import argparse
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -52,27 +55,40 @@ def reference(x: jax.Array) -> jax.Array:
     return jax.nn.softmax(x, axis=-1)
 
 
-def main() -> tuple[jaxfn.reports.KernelcheckReport, jaxfn.reports.KernelcheckReport]:
+class Results(NamedTuple):
+    kernel: jaxfn.reports.KernelcheckReport
+    careless: jaxfn.reports.KernelcheckReport
+
+
+def main(arguments: Sequence[str] | None = None) -> Results:
+    parser = argparse.ArgumentParser(description="Check a Pallas kernel.")
+    parser.add_argument("--picture", help="the file to save a chart of the errors in, such as kernel.svg")
+    options = parser.parse_args(arguments)
+
     shape = jax.ShapeDtypeStruct((16, 128), jnp.float32)
     good = jaxfn.kernelcheck(softmax, reference, shape)
     bad = jaxfn.kernelcheck(careless, reference, shape, raise_exception=False)
     print(good)
     print("\nThe careless version fails", ", ".join(bad.failed_checks))
-    return good, bad
+    results = Results(good, bad)
+    if options.picture:
+        picture(results).savefig(options.picture)
+    return results
 
 
-def picture() -> Any:
+def picture(results: Results) -> Any:
     """Returns a figure of the errors and the allowed errors of outputs and gradients."""
     from matplotlib.figure import Figure
 
-    report, _ = main()
-    rows = [row for row in report.rows if row.check in ("outputs", "gradients")]
+    rows = [row for row in results.kernel.rows if row.check in ("outputs", "gradients")]
     figure = Figure(figsize=(7, 2.6), layout="constrained")
     panel: Any = figure.subplots()
     positions = range(len(rows))
-    panel.barh([p + 0.2 for p in positions], [row.allowed for row in rows], 0.4, label="allowed", color="lightgray")
-    panel.barh([p - 0.2 for p in positions], [row.error for row in rows], 0.4, label="kernel")
-    panel.set(xscale="log", xlabel="largest error", yticks=list(positions))
+    panel.barh(
+        [p + 0.2 for p in positions], [row.allowed_norm for row in rows], 0.4, label="allowed", color="lightgray"
+    )
+    panel.barh([p - 0.2 for p in positions], [row.norm for row in rows], 0.4, label="kernel")
+    panel.set(xscale="log", xlabel="root mean square of the errors", yticks=list(positions))
     panel.set_yticklabels([f"{row.what.split(' (')[0]}, {row.dtype}" for row in rows])
     panel.legend(loc="upper left")
     return figure

@@ -3,20 +3,28 @@
 You get the whole way there and back: a torch module with a custom autograd Function trains under `jit`, and torch ends
 up with the trained weights.
 
-    python examples/journeys/port.py
+    pip install torch==2.13.0 && pip install -e ".[examples,plot]"
+    python examples/journeys/port.py --picture port.svg
 """
 
 from __future__ import annotations
 
+import argparse
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
-import torch
 
 import jaxfn
+
+try:
+    import optax
+    import torch
+except ModuleNotFoundError as error:
+    needed = 'pip install torch==2.13.0 && pip install -e ".[examples]"'
+    raise SystemExit(f"{error}. Install what this needs: {needed}") from None
 
 STEPS = 150
 
@@ -64,7 +72,12 @@ class Results(NamedTuple):
     difference: float  # between torch's outputs after loading and JAX's
 
 
-def main(steps: int = STEPS) -> Results:
+def main(arguments: Sequence[str] | None = None) -> Results:
+    parser = argparse.ArgumentParser(description="Port a torch repository.")
+    parser.add_argument("--steps", type=int, default=STEPS)
+    parser.add_argument("--picture", help="the file to save the learning curve in, such as port.svg")
+    options = parser.parse_args(arguments)
+
     # 1. Prove the port of the Function: outputs, gradients and second derivatives on equal numbers.
     inputs = [np.linspace(-2, 2, 10, dtype=np.float32)]
     parity = jaxfn.paritycheck(spike, Spike, inputs)
@@ -92,7 +105,7 @@ def main(steps: int = STEPS) -> Results:
 
     parameters, state = net.parameters, optimizer.init(net.parameters)
     losses: list[float] = []
-    for _ in range(steps):
+    for _ in range(options.steps):
         parameters, state, value = step(parameters, state)
         losses.append(float(value))
 
@@ -105,12 +118,20 @@ def main(steps: int = STEPS) -> Results:
     print(
         f"loss {losses[0]:.3f} -> {losses[-1]:.3f}; torch with the loaded weights differs by {results.difference:.1e}"
     )
+    if options.picture:
+        picture(results).savefig(options.picture)
     return results
 
 
-def table() -> str:
-    """Returns the parity report."""
-    return str(main().parity)
+def picture(results: Results) -> Any:
+    """Returns a figure of the loss over the steps."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(7, 2.8), layout="constrained")
+    panel: Any = figure.subplots()
+    panel.plot(results.losses)
+    panel.set(xlabel="step on JAX", ylabel="training loss")
+    return figure
 
 
 if __name__ == "__main__":

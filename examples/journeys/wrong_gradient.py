@@ -2,12 +2,15 @@
 
 You get two tools for a loss that does not decrease: one for wrong gradients, one for gradients that are NaN.
 
-    python examples/journeys/wrong_gradient.py
+    pip install -e ".[plot]"
+    python examples/journeys/wrong_gradient.py --picture wrong_gradient.svg
 """
 
 from __future__ import annotations
 
-from typing import Any
+import argparse
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -42,21 +45,29 @@ def _(ctx, grad_output: jax.Array) -> jax.Array:
     return grad_output * x / y  # 0 / 0 for a vector of zeros
 
 
-def check() -> jaxfn.reports.GradcheckReport:
-    return jaxfn.gradcheck(softmax, np.linspace(-1, 1, 6), raise_exception=False)
+class Results(NamedTuple):
+    report: jaxfn.reports.GradcheckReport
+    origin: jaxfn.reports.NanOrigin | None
 
 
-def main() -> tuple[jaxfn.reports.GradcheckReport, jaxfn.reports.NanOrigin | None]:
-    report = check()
+def main(arguments: Sequence[str] | None = None) -> Results:
+    parser = argparse.ArgumentParser(description="Find a wrong gradient and a NaN.")
+    parser.add_argument("--picture", help="the file to save heat maps of the Jacobians in, such as wrong_gradient.svg")
+    options = parser.parse_args(arguments)
+
+    report = jaxfn.gradcheck(softmax, np.linspace(-1, 1, 6), raise_exception=False)
     print(report)
     origin = jaxfn.find_nan(jax.grad(norm), jnp.zeros(3))
     print(f"\n{origin}")
-    return report, origin
+    results = Results(report, origin)
+    if options.picture:
+        picture(results).savefig(options.picture)
+    return results
 
 
-def picture() -> Any:
+def picture(results: Results) -> Any:
     """Returns the heat map of the wrong Jacobian, the right one, and their difference."""
-    return check().plot()
+    return results.report.plot()
 
 
 if __name__ == "__main__":

@@ -103,7 +103,7 @@ def check(
       >>> report.passed, [r.check for r in report.reports]
       (True, ['gradcheck', 'gradgradcheck'])
 
-    Torch counterpart: none; `torch.autograd.gradcheck` and `gradgradcheck` are two calls.
+    Torch counterpart: `torch.autograd.gradcheck` and `gradgradcheck`, two calls.
     """
     func = as_function(func, "check")
     report = CheckReport(function_name(func))

@@ -111,6 +111,7 @@ def gradcheck(
       gradcheck of cube: passed
 
     Torch counterpart: `torch.autograd.gradcheck`.
+    JAX counterpart: `jax.test_util.check_grads`.
     """
     options = Options(
         eps=eps,

@@ -130,6 +130,7 @@ def find_nan(f: Callable[..., Any], /, *args: Any, **kwargs: Any) -> NanOrigin |
       root backward gradient of x
 
     Torch counterpart: `torch.autograd.set_detect_anomaly`.
+    JAX counterpart: `jax.debug_nans`.
     """
     f = as_function(f, "find_nan")
     args, kwargs = with_arrays((args, kwargs))

@@ -59,7 +59,7 @@ def logged(*, ordered: bool = True) -> Generator[dict[str, list[jax.Array]]]:
       >>> print(logs["error"], logs["norm"])
       [Array(0.5, dtype=float32), Array(0., dtype=float32)] [Array(4., dtype=float32), Array(4., dtype=float32)]
 
-    Torch counterpart: none.
+    JAX counterpart: `jax.debug.callback`.
     """
     jax.effects_barrier()  # a callback of an earlier block may still have to run
     logs: dict[str, list[jax.Array]] = {}

@@ -260,7 +260,7 @@ def residuals(
       >>> jaxfn.residuals(lambda x: jnp.sin(swish(x)), x, policies={"none": None, "all": everything}).total_bytes
       {'no checkpoint': 8000, 'none': 4000, 'all': 8000}
 
-    Torch counterpart: none; `torch.autograd.graph.saved_tensors_hooks` can print what is saved.
+    JAX counterpart: `jax.ad_checkpoint.print_saved_residuals`.
     """
     f, args = as_function(f, "residuals"), with_arrays(args)
     chosen = range(len(args)) if argnums is None else np.atleast_1d(argnums).tolist()

@@ -105,7 +105,7 @@ def from_torch(
       >>> print(jaxfn.from_torch(torch.nn.functional.mse_loss)(jnp.ones(3), jnp.zeros(3)))
       1.0
 
-    Torch counterpart: none; it takes a `torch.autograd.Function` or a `torch.nn.Module`.
+    Torch counterpart: none.
     """
     try:
         import torch

@@ -1,6 +1,7 @@
 """Pages show the stored figures, and the benchmarks say where they can run."""
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -84,6 +85,15 @@ def test_the_ratios_of_README_are_those_of_the_medians():
     found = sorted(row["medians"]["jaxfn"] / row["medians"]["hand-written"] for row in rows)
     middle = (found[(len(found) - 1) // 2] + found[len(found) // 2]) / 2
     assert f"| eager value-and-grad | {middle:.2f} |" in (ROOT / "README.md").read_text()
+
+
+def test_pages_have_measured_figures_in_generated_text_only():
+    """A figure that is typed in prose would stay when the measured ones change."""
+    for page in [ROOT / "README.md", *(ROOT / "docs").glob("*.md")]:
+        typed = re.sub(
+            r"<!-- figures.*?<!-- end of figures -->|```.*?```|`[^`]*`", "", page.read_text(), flags=re.DOTALL
+        )
+        assert not re.findall(r"\d\.\d+ times|a tenth|\d (?:ms|us|milliseconds|microseconds)\b", typed), page.name
 
 
 def test_stored_figures_name_the_machine():

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import ast
+import importlib.util
+import re
 from importlib import import_module
 from pathlib import Path
 from types import ModuleType
@@ -50,7 +53,8 @@ def test_importing_an_example_does_not_run_it(name, capsys):
 
 def test_digits_learns(digits):
     results = digits.main([])
-    assert results.accuracy >= 0.95
+    assert results.accuracy >= 0.95 and results.float32_accuracy >= 0.95
+    assert results.rounding_accuracy < 0.8
     assert results.compilations == 1
     assert results.gradient_difference < 1e-6
     assert results.largest_gradient > 0.1  # so the difference above says something
@@ -281,22 +285,43 @@ def test_a_layer_of_equinox():
     assert results.saved_bytes == 192 and results.difference < 1e-6 and results.last_loss < 1e-6
 
 
+JOURNEYS = ["train", "port", "kernel", "wrong_gradient", "memory"]
+
+
 @slow
-@pytest.mark.parametrize("name", ["train", "port", "kernel", "wrong_gradient", "memory"])
-def test_journeys(name):
+@pytest.mark.parametrize("name", JOURNEYS)
+def test_journeys(name, tmp_path):
     if name == "port":
         pytest.importorskip("torch")
+    pytest.importorskip("matplotlib")
     module = import_module(f"examples.journeys.{name}")
-    results = module.main()
+    results = module.main(["--picture", str(tmp_path / "out.svg")])
+    assert "<svg" in (tmp_path / "out.svg").read_text()
     if name == "train":
-        assert results.accuracies[-1] > 0.9 and results.restored_accuracy == results.accuracies[-1]
+        accuracies = {way: result.accuracies[-1] for way, result in results.items()}
+        assert accuracies["Function"] > 0.9 and accuracies["float32"] > 0.9 and accuracies["plain rounding"] < 0.7
     elif name == "port":
         assert results.parity and results.losses[-1] < 0.5 * results.losses[0] and results.difference < 1e-4
     elif name == "kernel":
-        assert results[0] and "scales" in results[1].failed_checks
+        assert results.kernel and "scales" in results.careless.failed_checks
     elif name == "wrong_gradient":
-        assert results[0].mismatches[0].mistake.startswith("off-diagonal") and results[1].function == "norm"
+        assert results.report.mismatches[0].mistake.startswith("off-diagonal") and results.origin.function == "norm"
     else:
-        total = results.total_bytes
+        total = results.comparison.total_bytes
         assert total["8-bit gelu"] < 0.4 * total["jax.nn.gelu"]
         assert total["checkpoint"] < total["dots_saveable"] < total["8-bit gelu"]
+        assert total["8-bit gelu and product"] < 0.75 * total["dots_saveable"]
+        assert 0 < results.gradient_errors["8-bit gelu"] < results.gradient_errors["8-bit gelu and product"] < 0.02
+
+
+@pytest.mark.parametrize("path", [EXAMPLES / "digits.py", *(EXAMPLES / "journeys" / f"{name}.py" for name in JOURNEYS)])
+def test_programs_of_the_first_page_say_what_to_install(path):
+    docstring = ast.get_docstring(ast.parse(path.read_text()))
+    command = re.search(r"^    pip install .*\n    python (\S+)", docstring, re.MULTILINE)
+    assert EXAMPLES.parent / command[1] == path
+
+
+@pytest.mark.skipif(importlib.util.find_spec("torch") is not None, reason="torch is installed")
+def test_the_journey_of_porting_says_that_it_needs_torch():
+    with pytest.raises(SystemExit, match="No module named .torch.*pip install torch=="):
+        import_module("examples.journeys.port")

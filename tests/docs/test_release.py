@@ -50,6 +50,12 @@ def test_the_first_command_needs_only_the_small_extra():
     assert imported(ROOT / "examples" / "digits.py") <= required("examples")
 
 
+def test_each_classified_python_is_tested():
+    classified = {c.removeprefix("Programming Language :: Python :: ") for c in PROJECT["classifiers"]} - {"3"}
+    tested = set(re.findall(r"find_python (3\.\d+)", (ROOT / ".ci" / "run").read_text()))
+    assert {version for version in classified if version.startswith("3.")} == tested
+
+
 def test_the_version_is_in_one_file():
     assert PROJECT["dynamic"] == ["version"]
     assert "version:" not in (ROOT / "CITATION.cff").read_text().replace("cff-version:", "")
