@@ -6,15 +6,17 @@ torch too: its errors are measured there, as the differences of its results in t
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 
 from jaxfn._check.closeness import by_magnitude, estimated, group_scale, magnitude_groups, observed
 from jaxfn._parity.inputs import Array
-from jaxfn._parity.report import ParitycheckRow
+from jaxfn._parity.report import ParitycheckRow, uncompared_row
+from jaxfn._reports import Entry
 from jaxfn._tree import double, is_inexact
 
 # The relative rounding error of sums and products of usual length, by the coarser dtype of the two.
@@ -46,16 +48,23 @@ def compare(
     noise: Any = 0.0,
 ) -> ParitycheckRow:
     """Returns the row of an array of a function: ours, that of torch, and the tolerances; see `errors`."""
-    row = ParitycheckRow(function, what, expected.shape, str(expected.dtype), double_error=double_error)
+    row = replace(uncompared_row(function, what, expected, "missing"), double_error=double_error)
     if ours is None:
-        return replace(row, verdict="missing")
+        return row
     if ours.shape != expected.shape:
         return replace(row, verdict=f"shape {ours.shape}")
     dtype = jax.dtypes.canonicalize_dtype(expected.dtype)
     usual = rounding(dtype) if usual is None else usual
-    error, relative, excess, tolerance = errors(ours, expected, usual, rtol, atol, noise)
-    verdict = f"dtype {ours.dtype}" if ours.dtype != dtype else "differs" if excess > 1 else "equal"
-    return replace(row, max_error=error, relative_error=relative, tolerance=tolerance, verdict=verdict)
+    found = errors(ours, expected, usual, rtol, atol, noise)
+    return replace(
+        row,
+        entries=found.worst,
+        count=found.num_wrong,
+        total=ours.size,
+        max_error=found.largest,
+        relative_error=found.relative,
+        verdict=f"dtype {ours.dtype}" if ours.dtype != dtype else "differs" if found.num_wrong else "equal",
+    )
 
 
 def expected_ulps(measured: Array | None, expected: Array | None) -> Any:
@@ -73,6 +82,15 @@ def expected_ulps(measured: Array | None, expected: Array | None) -> Any:
     return np.minimum(likely, _LARGEST_RATIO * seen)
 
 
+class Errors(NamedTuple):
+    """The largest absolute and relative errors of an array, the number of wrong entries, and the worst one, if any."""
+
+    largest: float
+    relative: float
+    num_wrong: int
+    worst: Sequence[Entry]
+
+
 def errors(
     ours: Array,
     expected: Array,
@@ -80,8 +98,8 @@ def errors(
     rtol: float | None = None,
     atol: float | None = None,
     noise: Any = 0.0,
-) -> tuple[float, float, float, float]:
-    """Returns the largest absolute error, relative error, and ratio of error to tolerance, and that tolerance.
+) -> Errors:
+    """Returns the errors of an array.
 
     Args:
       ours, expected: the arrays.
@@ -90,7 +108,7 @@ def errors(
       noise: further errors to allow without `atol`, for each entry.
     """
     if not ours.size:
-        return 0.0, 0.0, 0.0, 0.0
+        return Errors(0.0, 0.0, 0, ())
     common = double(np.complex64 if "c" in (ours.dtype.kind, expected.dtype.kind) else np.float32)
     a, b = ours.astype(common), expected.astype(common)
     with np.errstate(invalid="ignore", divide="ignore"):
@@ -104,5 +122,6 @@ def errors(
         tolerance = absolute + (usual if rtol is None else rtol) * np.abs(b)
         excess = np.where(error > 0, error / np.where(np.isfinite(tolerance), tolerance, 0.0), 0.0)
         relative = np.where(error > 0, error / np.abs(b), 0.0)
-    worst = int(np.argmax(excess))
-    return float(error.max()), float(relative.max()), float(excess.max()), float(np.ravel(tolerance)[worst])
+    index = tuple(map(int, np.unravel_index(np.argmax(excess), excess.shape)))
+    worst = Entry(index, a[index].item(), b[index].item(), *(float(x[index]) for x in (error, tolerance)))
+    return Errors(float(error.max()), float(relative.max()), int((excess > 1).sum()), [worst])

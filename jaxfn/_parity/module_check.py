@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -14,7 +15,7 @@ from jaxfn._parity.inputs import Array
 from jaxfn._parity.layers import LayerSearch
 from jaxfn._parity.module_record import LEARNING_RATE, ModuleRecord
 from jaxfn._parity.ported_module import Load, PortedModule
-from jaxfn._parity.report import ParitycheckReport, ParitycheckRow
+from jaxfn._parity.report import ParitycheckReport, uncompared_row
 from jaxfn._tree import is_inexact
 
 # Noise of a gradient that is zero (of a bias before a normalization), relative to the largest gradient.
@@ -82,13 +83,10 @@ class _ModuleCheck:
             ours = ours.astype(expected.dtype)  # dtypes are not those of the user's run
         rtol, atol = self._tolerances
         row = compare(self._report.port, what, ours, expected, rtol, atol, None, self._rtol, noise)
-        row.verdict = "formula" if row.verdict == "differs" else row.verdict
-        self._report.rows.append(row)
+        self._report.rows.append(replace(row, verdict="formula") if row.verdict == "differs" else row)
 
     def _add_failure(self, what: str, array: Array, verdict: str) -> None:
-        self._report.rows.append(
-            ParitycheckRow(self._report.port, what, array.shape, str(array.dtype), verdict=verdict)
-        )
+        self._report.rows.append(uncompared_row(self._report.port, what, array, verdict))
 
     def _check_outputs(self, outputs: Mapping[int, Array]) -> None:
         for what, expected in self._record.outputs.items():

@@ -14,12 +14,12 @@ import numpy as np
 from jaxfn._check.arguments import as_arguments, as_function, require_numbers
 from jaxfn._gradcheck.problem.monitor import CallMonitor
 from jaxfn._parity.backends import JaxBackend, Measurements, Runs, TorchBackend
-from jaxfn._parity.comparison import compare, errors, rounding
+from jaxfn._parity.comparison import Errors, compare, errors, rounding
 from jaxfn._parity.inputs import Array, Inputs
 from jaxfn._parity.module_check import check_module
 from jaxfn._parity.module_record import ModuleRecord, record_module
 from jaxfn._parity.ported_module import Load
-from jaxfn._parity.report import ParitycheckReport, ParitycheckRow
+from jaxfn._parity.report import ParitycheckReport, ParitycheckRow, uncompared_row
 from jaxfn._parity.torch_results import TorchResults, read_torch_results, write_torch_results
 from jaxfn._torch import runs_on_jax
 from jaxfn._tree import is_inexact
@@ -302,16 +302,16 @@ def _compare(
             )
     seconds = [what for what in expected.native if what.startswith(_SECOND)]
     report.rows += [comparison.row(what) for what in expected.native if second_order or what not in seconds]
-    wrong = [row for row in report.rows if row.what in seconds and row.verdict == "formula"]
+    wrong = [i for i, row in enumerate(report.rows) if row.what in seconds and row.verdict == "formula"]
     if wrong:
         with CallMonitor(bypass_rules=False, stops_intermediates=True).active():
             stopped = _ParityComparison(port.name, recorded, port.runs(inputs, second_order), rtol, atol)
-        for row in wrong:
-            verdict = stopped.row(row.what).verdict
-            row.verdict = "intermediate" if verdict == "equal" else verdict
+        for i in wrong:
+            verdict = stopped.row(report.rows[i].what).verdict
+            report.rows[i] = replace(report.rows[i], verdict="intermediate" if verdict == "equal" else verdict)
     for what, output in ours.native.items():
         if what.startswith("output") and what not in expected.native:
-            report.rows.append(ParitycheckRow(port.name, what, output.shape, str(output.dtype), verdict="extra"))
+            report.rows.append(uncompared_row(port.name, what, output, "extra"))
     verdicts = {row.verdict for row in report.rows}
     report.notes += [note for verdict, note in _NOTES.items() if verdict in verdicts]
     return report
@@ -357,15 +357,15 @@ class _ParityComparison:
             expected,
             rtol,
             atol,
-            None if relative is None else relative[1],
+            None if relative is None else relative.relative,
             noise=noise,
         )
         if row.verdict == "differs":
-            row.verdict = self._explain(what)
-        elif row.verdict == "equal" and atol is rtol is None and is_inexact(expected.dtype):
+            return replace(row, verdict=self._explain(what))
+        if row.verdict == "equal" and atol is rtol is None and is_inexact(expected.dtype):
             hidden = _errors(*in_double, self._ours.coarsest, self._expected.ulps(what))
-            if hidden is not None and hidden[2] > 1:  # so that equality in half precision says nothing
-                row.verdict = "formula"
+            if hidden is not None and hidden.num_wrong:  # so that equality in half precision says nothing
+                return replace(row, verdict="formula")
         return row
 
     def _explain(self, what: str) -> str:
@@ -386,10 +386,10 @@ class _ParityComparison:
         # A function may compute in single precision whatever the dtypes of its inputs are.
         coarser = min((x.dtype for x in pair), key=lambda dtype: dtype.itemsize)
         found = _errors(*pair, coarser, self._expected.ulps(what))
-        return found is not None and found[2] <= 1
+        return found is not None and not found.num_wrong
 
 
-def _errors(ours: Array | None, expected: Array | None, dtype: Any, ulps: Any) -> tuple[float, ...] | None:
+def _errors(ours: Array | None, expected: Array | None, dtype: Any, ulps: Any) -> Errors | None:
     """Returns the `errors` of an array for the rounding of a dtype, by default its own; `None` if there is no pair."""
     if ours is None or expected is None or ours.shape != expected.shape:
         return None

@@ -3,22 +3,23 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import ClassVar
+from typing import Any, ClassVar
 
-from jaxfn._reports import Report, aligned, html_table, preformatted, public, small
+import numpy as np
+
+from jaxfn._reports import Report, Row, aligned, html_table, preformatted, public, small
 
 
 @public
-@dataclass
-class ParitycheckRow:
+@dataclass(kw_only=True)
+class ParitycheckRow(Row):
     """The comparison of one array.
 
     Attributes:
       port: the name of the port.
-      what: the name of the array.
       shape, dtype: the shape and dtype in torch.
+      entries: the worst entry.
       max_error, relative_error: the largest errors; `None` if the arrays cannot be compared.
-      tolerance: the tolerance of the worst entry.
       double_error: the largest relative error in double precision.
       verdict: "equal", or how they differ: "intermediate" (they agree if saved intermediates have no derivative in JAX
         either), "rounding" (they agree in double precision), "kink" (they agree a small step away), "formula",
@@ -29,14 +30,21 @@ class ParitycheckRow:
     PASSING: ClassVar[frozenset[str]] = frozenset({"equal", "intermediate"})
 
     port: str
-    what: str
     shape: tuple[int, ...]
     dtype: str
     max_error: float | None = None
     relative_error: float | None = None
-    tolerance: float | None = None
     double_error: float | None = None
     verdict: str = "equal"
+
+    def __post_init__(self) -> None:
+        self.passed = self.verdict in self.PASSING
+        self.message = "" if self.verdict == "equal" else self.verdict
+
+
+def uncompared_row(port: str, what: str, array: np.ndarray[Any, Any], verdict: str) -> ParitycheckRow:
+    """Returns the row of an array that has no counterpart."""
+    return ParitycheckRow(port=port, what=what, shape=array.shape, dtype=str(array.dtype), verdict=verdict)
 
 
 @public
@@ -102,7 +110,7 @@ class ParitycheckReport(Report):
     @property
     def failures(self) -> list[ParitycheckRow]:
         """The rows that differ."""
-        return [row for row in self.rows if row.verdict not in ParitycheckRow.PASSING]
+        return [row for row in self.rows if not row.passed]
 
     def __str__(self) -> str:
         versions = ", ".join(f"{name} {version}" for name, version in self.versions.items())
@@ -117,7 +125,8 @@ class ParitycheckReport(Report):
     def _cells(self) -> list[list[str]]:
         rows: list[list[str]] = []
         for row in self.rows:
-            numbers = map(small, (row.max_error, row.relative_error, row.tolerance, row.double_error))
+            tolerance = row.entries[0].allowed if row.entries else None
+            numbers = map(small, (row.max_error, row.relative_error, tolerance, row.double_error))
             rows.append([row.what, str(row.shape), row.dtype, *numbers, row.verdict])
         return rows
 

@@ -26,7 +26,7 @@ from jaxfn._torch.source.source_file import (
     views_in,
 )
 from jaxfn._torch.source.spelling import NoRuleError, as_operand, fields, fill, grouped, parse_expression, select
-from jaxfn._torch.source.table import Argument, Entry, code_of, table
+from jaxfn._torch.source.table import Argument, TableEntry, code_of, table
 from jaxfn._torch.source.typecheck import TemplateCheck, dtype_text
 from jaxfn._torch.source.vjp_regions import Region, argument_of, find_regions, gradient_of, is_backward, names_of
 
@@ -653,7 +653,7 @@ class ExpressionRewriter:
                 problem = f"{name}: {error}"
         raise NoRuleError(problem + ". Write it with other torch functions")
 
-    def _spell_entry(self, call: ast.Call, entry: Entry, bound: Mapping[str, Any]) -> str:
+    def _spell_entry(self, call: ast.Call, entry: TableEntry, bound: Mapping[str, Any]) -> str:
         plain_code, strict_code = (code_of(entry, bound, is_strict) for is_strict in (False, True))
         strict = self._strict(call, plain_code != strict_code)
         problem: Exception | None = None

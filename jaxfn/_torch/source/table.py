@@ -32,7 +32,7 @@ class Argument(NamedTuple):
         return isinstance(self.node, ast.Starred)
 
 
-class Entry(NamedTuple):
+class TableEntry(NamedTuple):
     """An entry of the table.
 
     Attributes:
@@ -114,9 +114,9 @@ _TYPES: dict[str, Callable[[Any], bool]] = {
 
 
 @cache
-def table() -> Mapping[str, Sequence[Entry]]:
+def table() -> Mapping[str, Sequence[TableEntry]]:
     """Returns the entries of the table by name."""
-    entries: dict[str, list[Entry]] = {}
+    entries: dict[str, list[TableEntry]] = {}
     for line in rules.TABLE.splitlines():
         if line:
             match = _ENTRY.match(re.sub(r"\s+", " ", line))
@@ -126,7 +126,7 @@ def table() -> Mapping[str, Sequence[Entry]]:
                 name, _, spelling = name_and_spelling.partition(":")
                 code = match["code"].replace("NAME", spelling or re.sub(r"^(fft|linalg)_", "", name))
                 plain, _, strict = code.partition(" => ")
-                entries.setdefault(name, []).append(Entry(is_method, signature, plain, strict or plain))
+                entries.setdefault(name, []).append(TableEntry(is_method, signature, plain, strict or plain))
     return entries
 
 
@@ -136,7 +136,7 @@ def _signature(parameters: str) -> inspect.Signature:
     return inspect.signature(names["f"])
 
 
-def code_of(entry: Entry, bound: Mapping[str, Any], strict: bool) -> str:
+def code_of(entry: TableEntry, bound: Mapping[str, Any], strict: bool) -> str:
     """Returns the entry's code for the arguments that a call passes, with fields for these."""
     passed = {name for name, value in bound.items() if _is_list(value) or not _is_none(value)}
     lists = {f"{name}_args" for name in passed}
