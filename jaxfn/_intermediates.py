@@ -114,7 +114,7 @@ class Intermediates(LinearMap):
             return self._run
         except jax.errors.UnexpectedTracerError as error:
             raise self._forward_pass.spec.methods.escaped_tracer_error("forward") from error
-        if not same_program(jaxpr, other):
+        if not same_program(jaxpr, other, compares_params=False):
             raise self._changed()
         needed, consts = dce_jaxpr(jaxpr.jaxpr, [True] * len(jaxpr.jaxpr.outvars)), jaxpr.consts
         return lambda arrays: list(map(as_array, eval_jaxpr(needed, consts, *arrays)))

@@ -6,6 +6,7 @@
     all_eqns            every eqn of a jaxpr and of the jaxprs in it
     eval_jaxpr_with     the outputs, with a function that evaluates each eqn
     needed_eqns         the eqns and the variables that outputs depend on
+    same_program        whether two jaxprs compute the same
     unchanged_operand   the operand that an eqn returns unchanged; ArrayIdentity: which arrays are one by such eqns
 
 Tables hold a primitive by its identity, or by its name where no public module of JAX has it (0.10.0 to 0.12.0).
@@ -280,31 +281,66 @@ def unchanged_operand(eqn: Any, result: int) -> int | None:
     return next((i for i, v in enumerate(jaxpr.invars) if v is atom), None)
 
 
-def same_program(a: Any, b: Any) -> bool:
-    """Whether two jaxprs have the same operations and constants, in the same order."""
-    parts: list[list[Any]] = []
-    for jaxpr, consts in (open_jaxpr(a), open_jaxpr(b)):
-        atoms = [*(atom for eqn in jaxpr.eqns for atom in eqn.invars), *jaxpr.outvars]
-        literals = [atom.val for atom in atoms if not is_variable(atom)]
-        inner = [jaxpr for eqn in jaxpr.eqns for jaxpr in jaxprs_in_params(eqn)]
-        parts.append([[eqn.primitive for eqn in jaxpr.eqns], [*consts, *literals], inner])
-    (operations, constants, inner), (others, other_constants, other_inner) = parts
-    return (
-        operations == others
-        and (len(constants), len(inner)) == (len(other_constants), len(other_inner))
-        and all(map(_are_equal, constants, other_constants))
-        and all(map(same_program, inner, other_inner))
-    )
+# The params of these primitives hold AD and batching rules, which do not matter once a jaxpr is differentiated.
+HAVE_RULES = frozenset({custom_vjp_call_p, custom_jvp_call_p})
 
 
-def _are_equal(a: Any, b: Any) -> bool:
-    """Whether two constants of jaxprs are one object or have equal values."""
+def same_program(a: Any, b: Any, compares_params: bool = True) -> bool:
+    """Whether two jaxprs, params or constants, or tuples of these, are surely equal in what they compute.
+
+    Without `compares_params`, params that are not jaxprs do not count, as each trace may create other callbacks.
+    """
     if a is b or isinstance(a, Tracer) or isinstance(b, Tracer):
         return a is b
-    if jnp.issubdtype(jax.dtypes.result_type(a), jax.dtypes.prng_key):
-        a, b = jax.random.key_data(a), jax.random.key_data(b)
-    with jax.ensure_compile_time_eval():
-        return np.array_equal(np.asarray(a), np.asarray(b), equal_nan=np.asarray(a).dtype.kind in "fc")
+    if hasattr(a, "eqns") and hasattr(b, "eqns"):
+        (first, consts), (second, others) = open_jaxpr(a), open_jaxpr(b)
+        return same_program(consts, others, compares_params) and _same_eqns(first, second, compares_params)
+    if type(a) is not type(b):
+        return False
+    if isinstance(a, dict):
+        a, b = ([*params.items()] for params in (a, b))
+    if isinstance(a, (tuple, list)):
+        return len(a) == len(b) and all(map(partial(same_program, compares_params=compares_params), a, b))
+    if isinstance(a, (int, float, complex)):  # also JAX's, with a dtype
+        return repr(a) == repr(b)  # 0.0 and -0.0 differ
+    if not hasattr(a, "dtype"):
+        return bool(a == b)
+    if a.dtype != b.dtype or a.shape != b.shape:
+        return False
+    if jnp.issubdtype(a.dtype, jax.dtypes.extended):
+        with jax.ensure_compile_time_eval():
+            a, b = jax.random.key_data(a), jax.random.key_data(b)
+    return np.asarray(a).tobytes() == np.asarray(b).tobytes()  # jax.numpy would compile a program
+
+
+def _same_eqns(first: Any, second: Any, compares_params: bool) -> bool:
+    """Whether two jaxprs have equal operations on corresponding variables."""
+    counterparts: dict[Any, Any] = {}
+
+    def bind(ours: Sequence[Any], theirs: Sequence[Any]) -> bool:
+        counterparts.update(zip(ours, theirs, strict=False))
+        return [v.aval for v in ours] == [v.aval for v in theirs]
+
+    def same_atom(a: Any, b: Any) -> bool:
+        if is_variable(a):
+            return counterparts[a] is b
+        return not is_variable(b) and a.aval == b.aval and same_program(a.val, b.val)
+
+    def same_eqn(a: Any, b: Any) -> bool:
+        if a.primitive is not b.primitive or len(a.invars) != len(b.invars):
+            return False
+        has_rules = a.primitive in HAVE_RULES or not compares_params
+        ours, theirs = (jaxprs_in_params(e) if has_rules else e.params for e in (a, b))
+        is_same = all(map(same_atom, a.invars, b.invars)) and bind(a.outvars, b.outvars)
+        return is_same and same_program(ours, theirs, compares_params)
+
+    return (
+        bind([*first.constvars, *first.invars], [*second.constvars, *second.invars])
+        and len(first.eqns) == len(second.eqns)
+        and all(map(same_eqn, first.eqns, second.eqns))
+        and len(first.outvars) == len(second.outvars)
+        and all(map(same_atom, first.outvars, second.outvars))
+    )
 
 
 class ArrayIdentity:

@@ -8,8 +8,6 @@ from functools import cached_property
 from typing import Any
 
 import jax
-import jax.numpy as jnp
-import numpy as np
 from jax.core import eval_jaxpr
 from jax.tree_util import (
     register_dataclass,
@@ -19,8 +17,8 @@ from jax.tree_util import (
     tree_unflatten,
 )
 
-from jaxfn._compat import add_jaxvals_p, custom_jvp_call_p, custom_vjp_call_p, dce_jaxpr, make_jaxpr, manual_axes
-from jaxfn._jaxpr import all_eqns, flat_params, is_variable, jaxprs_in_params, open_jaxpr
+from jaxfn._compat import add_jaxvals_p, dce_jaxpr, make_jaxpr, manual_axes
+from jaxfn._jaxpr import HAVE_RULES, all_eqns, flat_params, is_variable, jaxprs_in_params, same_program
 from jaxfn._tree import is_inexact
 
 # JAX's operations, which run no Python code.
@@ -28,9 +26,6 @@ LAX_PRIMITIVES = frozenset(
     {p for module in (jax.lax, jax.lax.linalg) for name, p in vars(module).items() if name.endswith("_p")}
     | {add_jaxvals_p}
 )
-# The params of these primitives hold AD and batching rules, which no longer matter in a compiled program, so they do
-# not count as callbacks.
-HAVE_RULES = frozenset({custom_vjp_call_p, custom_jvp_call_p})
 
 
 @register_dataclass
@@ -60,7 +55,7 @@ class JaxprFunction:
 
     def is_same_computation(self, other: JaxprFunction) -> bool:
         """Whether both have equal operations and constants."""
-        return _is_equal(self.constants, other.constants) and _is_equal(self.jaxpr, other.jaxpr)
+        return same_program((self.constants, self.jaxpr), (other.constants, other.jaxpr))
 
     @property
     def depends_on_inputs(self) -> bool:
@@ -134,55 +129,3 @@ def python_callbacks(eqns: Sequence[Any]) -> list[Any]:
         if item is not None and not hasattr(item, "eqns")
         if callable(item) or type(item).__eq__ is object.__eq__
     ]
-
-
-def _is_equal(a: Any, b: Any) -> bool:
-    """Whether two jaxprs, params or constants are surely equal in what they compute."""
-    if a is b:
-        return True
-    if hasattr(a, "eqns") and hasattr(b, "eqns"):
-        (first, consts), (second, others) = open_jaxpr(a), open_jaxpr(b)
-        return _is_equal(consts, others) and _has_equal_eqns(first, second)
-    if type(a) is not type(b):
-        return False
-    if isinstance(a, dict):
-        a, b = ([*params.items()] for params in (a, b))
-    if isinstance(a, (tuple, list)):
-        return len(a) == len(b) and all(map(_is_equal, a, b))
-    if isinstance(a, (int, float, complex)):  # also JAX's, with a dtype
-        return repr(a) == repr(b)  # 0.0 and -0.0 differ
-    if not hasattr(a, "dtype"):
-        return bool(a == b)
-    if a.dtype != b.dtype or a.shape != b.shape:
-        return False
-    if jnp.issubdtype(a.dtype, jax.dtypes.extended):
-        a, b = jax.random.key_data(a), jax.random.key_data(b)
-    return np.asarray(a).tobytes() == np.asarray(b).tobytes()  # jax.numpy would compile a program
-
-
-def _has_equal_eqns(first: Any, second: Any) -> bool:
-    """Whether two jaxprs have equal operations on corresponding variables."""
-    counterparts: dict[Any, Any] = {}
-
-    def bind(ours: Sequence[Any], theirs: Sequence[Any]) -> bool:
-        counterparts.update(zip(ours, theirs, strict=False))
-        return [v.aval for v in ours] == [v.aval for v in theirs]
-
-    def is_equal_atom(a: Any, b: Any) -> bool:
-        if is_variable(a):
-            return counterparts[a] is b
-        return not is_variable(b) and a.aval == b.aval and _is_equal(a.val, b.val)
-
-    def is_equal_eqn(a: Any, b: Any) -> bool:
-        if a.primitive is not b.primitive or len(a.invars) != len(b.invars):
-            return False
-        params = (jaxprs_in_params(e) if e.primitive in HAVE_RULES else e.params for e in (a, b))
-        return all(map(is_equal_atom, a.invars, b.invars)) and bind(a.outvars, b.outvars) and _is_equal(*params)
-
-    return (
-        bind([*first.constvars, *first.invars], [*second.constvars, *second.invars])
-        and len(first.eqns) == len(second.eqns)
-        and all(map(is_equal_eqn, first.eqns, second.eqns))
-        and len(first.outvars) == len(second.outvars)
-        and all(map(is_equal_atom, first.outvars, second.outvars))
-    )

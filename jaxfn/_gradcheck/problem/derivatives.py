@@ -14,11 +14,11 @@ import numpy as np
 from jax.custom_derivatives import SymbolicZero
 
 from jaxfn._check.modes import Derivative, LeafFunction, forward_derivative, jacobian_rows, restrict_outputs
-from jaxfn._check.staging import HAVE_RULES, LAX_PRIMITIVES, JaxprFunction, stage
+from jaxfn._check.staging import LAX_PRIMITIVES, JaxprFunction, stage
 from jaxfn._compat import closed_call_p, custom_lin_p, is_code_of_jax
 from jaxfn._gradcheck.problem.monitor import CallMonitor
 from jaxfn._gradcheck.problem.problem import Leaf, Problem
-from jaxfn._jaxpr import identity_primitives, is_any_of, jaxprs_in_params, open_jaxpr, subjaxpr_rules
+from jaxfn._jaxpr import HAVE_RULES, identity_primitives, is_any_of, jaxprs_in_params, open_jaxpr, subjaxpr_rules
 from jaxfn._primitives import linear_map_p
 from jaxfn._tree import conjugate
 
