@@ -21,9 +21,9 @@ if TYPE_CHECKING:
     from jaxfn._inspection.residuals import Residual as Residual
     from jaxfn._inspection.residuals import ResidualComparison as ResidualComparison
     from jaxfn._inspection.residuals import ResidualTable as ResidualTable
+    from jaxfn._kernelcheck.report import KernelcheckEntry as KernelcheckEntry
     from jaxfn._kernelcheck.report import KernelcheckReport as KernelcheckReport
-    from jaxfn._kernelcheck.rows import KernelcheckEntry as KernelcheckEntry
-    from jaxfn._kernelcheck.rows import KernelcheckRow as KernelcheckRow
+    from jaxfn._kernelcheck.report import KernelcheckRow as KernelcheckRow
     from jaxfn._parity.report import Deviation as Deviation
     from jaxfn._parity.report import ParitycheckReport as ParitycheckReport
     from jaxfn._parity.report import ParitycheckRow as ParitycheckRow
@@ -40,8 +40,7 @@ _TYPES = {
     "jaxfn._reports": "Report Row Entry",
     "jaxfn._gradcheck.function_check": "CheckReport",
     "jaxfn._gradcheck.report.report": "GradcheckReport Mismatch JacobianEntry",
-    "jaxfn._kernelcheck.report": "KernelcheckReport",
-    "jaxfn._kernelcheck.rows": "KernelcheckRow KernelcheckEntry",
+    "jaxfn._kernelcheck.report": "KernelcheckReport KernelcheckRow KernelcheckEntry",
     "jaxfn._inspection.residuals": "ResidualTable ResidualComparison Residual",
     "jaxfn._inspection.find_nan": "NanOrigin",
     "jaxfn._parity.report": "ParitycheckReport ParitycheckRow Deviation",

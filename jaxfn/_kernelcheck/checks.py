@@ -20,7 +20,7 @@ from jaxfn._kernelcheck.arguments import sizes as sizes_of
 from jaxfn._kernelcheck.comparison import Float64Reference, KernelComparison, Samples
 from jaxfn._kernelcheck.error_bounds import ExpectedArray
 from jaxfn._kernelcheck.implementations import BatchedImplementation, Implementation, KernelError, run_on_host
-from jaxfn._kernelcheck.rows import KernelcheckRow
+from jaxfn._kernelcheck.report import KernelcheckRow
 
 Check = Callable[[KernelComparison, "CheckOptions"], Iterator[KernelcheckRow]]
 CustomCheck = Callable[[Callable[..., Any], Callable[..., Any], tuple[Any, ...]], Any]  # a message, or None

@@ -20,7 +20,7 @@ from jaxfn._kernelcheck.arguments import Arrays, add_rounding_noise, rounded, sa
 from jaxfn._kernelcheck.error_bounds import ExpectedArray, ExpectedIntegers, expect
 from jaxfn._kernelcheck.float64 import promote_to_float64
 from jaxfn._kernelcheck.implementations import Implementation, KernelError, OutputTypes, Results, on_host, run_on_host
-from jaxfn._kernelcheck.rows import KernelcheckRow
+from jaxfn._kernelcheck.report import KernelcheckRow
 
 _FEW_DRAWS = 2
 _MAX_NUMBERS = 1 << 20  # in all samples of all inputs and outputs

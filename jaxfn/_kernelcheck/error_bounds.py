@@ -44,7 +44,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxfn._check.closeness import Array, ErrorStats, by_magnitude, magnitude_groups, rms
-from jaxfn._kernelcheck.rows import KernelcheckEntry, KernelcheckRow
+from jaxfn._kernelcheck.report import KernelcheckEntry, KernelcheckRow
 
 _ENTRY_ULPS = 2.0
 _NORM_ULPS = 0.5

@@ -15,8 +15,7 @@ from jaxfn._gradcheck.report.progress import Progress
 from jaxfn._kernelcheck.arguments import kernel_arguments
 from jaxfn._kernelcheck.checks import NAMES, CheckOptions, CustomCheck, run_checks
 from jaxfn._kernelcheck.comparison import Float64Reference, KernelComparison
-from jaxfn._kernelcheck.report import KernelcheckReport
-from jaxfn._kernelcheck.rows import PLAIN_CHECKS
+from jaxfn._kernelcheck.report import PLAIN_CHECKS, KernelcheckReport
 
 
 def kernelcheck(
