@@ -211,10 +211,6 @@ class KernelComparison:
         """Returns a row of the report with a message; without a message the row passes."""
         return self.row(check, what, KernelcheckRow(passed=passed or not message, message=message))
 
-    def raised(self, check: str, what: str, error: KernelError, remark: str = "") -> KernelcheckRow:
-        """Returns a row of the report for an error that the kernel raised; with a remark the row passes."""
-        return self.message(check, what, remark + str(error), passed=bool(remark))
-
     def compare(
         self,
         check: str,
