@@ -88,7 +88,7 @@ def as_arguments(inputs: Any) -> tuple[Any, ...]:
 
 
 def flatten_arguments(
-    function: Callable[..., Any],
+    function: Callable[..., Any] | None,
     inputs: Any,
     argnums: int | Sequence[int] | None,
     convert: Callable[[str, Any, bool], Any],
@@ -96,7 +96,7 @@ def flatten_arguments(
     """Flattens the arguments of a function.
 
     Args:
-      function: the function, whose signature has the names of the arguments.
+      function: the function, whose signature has the names of the arguments. Default: names by number alone.
       inputs: a tuple or a list of the arguments, or the only one.
       argnums: the positions of the arguments to be differentiated. Default: all.
       convert: converts a leaf, from its name, the leaf, and whether its argument is to be differentiated.
@@ -158,14 +158,17 @@ def _chosen_arguments(argnums: int | Sequence[int] | None, count: int) -> frozen
     return frozenset(argnum % count for argnum in wanted)
 
 
-def _argument_names(func: Callable[..., Any], args: Sequence[Any]) -> list[str]:
+def _argument_names(func: Callable[..., Any] | None, args: Sequence[Any]) -> list[str]:
     """Returns `input 0 ('x')` and so on, with the names in the function's signature if it has one."""
+    numbered = [f"input {i}" for i in range(len(args))]
+    if func is None:
+        return numbered
     show_signature(func)
     try:
         signature = inspect.signature(func)
         bound = signature.bind(*args).arguments
     except (TypeError, ValueError):
-        return [f"input {i}" for i in range(len(args))]
+        return numbered
     names: list[str] = []
     for name in bound:
         if signature.parameters[name].kind is inspect.Parameter.VAR_POSITIONAL:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import copy
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Generator, Sequence
+from collections.abc import Callable, Collection, Generator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any, NamedTuple
@@ -23,7 +23,7 @@ from jaxfn._parity.comparison import rounding
 from jaxfn._parity.inputs import Array, Inputs
 from jaxfn._reports import first_line
 from jaxfn._torch.values.arrays import to_jax, to_torch
-from jaxfn._tree import conjugate, is_array_leaf, is_inexact, is_none
+from jaxfn._tree import conjugate, is_array_leaf, is_inexact, is_none, replace_at
 
 Measurements = dict[str, Array]
 """Arrays by name: `output 0`, `gradient of input 0 (alone)`, ..."""
@@ -278,41 +278,46 @@ class JaxBackend(Backend):
 
     def _pullback(
         self, inputs: Inputs, values: Sequence[Any], pattern: Sequence[int], output: int | None = None
-    ) -> tuple[list[Any], Any]:
-        """Returns the inexact outputs with their indices, and the pullback in torch's convention."""
-        indices: list[int] = []
+    ) -> tuple[dict[int, jax.Array], Any]:
+        """Returns the inexact outputs by index, and the pullback in torch's convention."""
 
-        def function_of_chosen(*chosen: Any) -> list[jax.Array]:
-            merged = list(values)
-            for i, value in zip(pattern, chosen, strict=True):
-                merged[i] = value
-            outputs = self._call(inputs, merged)
-            indices[:] = [i for i, y in outputs.items() if is_inexact(y.dtype) and self.is_differentiated(i)]
-            indices[:] = [i for i in indices if output in (None, i)]
-            return [outputs[i] for i in indices]
+        def function_of_chosen(*chosen: Any) -> Any:
+            outputs = self._call(inputs, replace_at(pattern, values, chosen))
+            used = {i: y for i, y in outputs.items() if self.is_differentiated(i) and output in (None, i)}
+            return {i: y for i, y in used.items() if is_inexact(y.dtype)}, ()
 
-        outputs, vjp = jax.vjp(function_of_chosen, *(values[i] for i in pattern))
-
-        def pullback(grad_outputs: Sequence[Any]) -> list[jax.Array]:
-            return [conjugate(g) for g in vjp([conjugate(jnp.asarray(g)) for g in grad_outputs])]
-
-        return list(zip(indices, outputs, strict=True)), pullback
+        outputs, pullback, _ = torch_vjp(function_of_chosen, *(values[i] for i in pattern))
+        return outputs, pullback
 
     def gradients(self, inputs: Inputs, pattern: Sequence[int], output: int | None = None) -> list[Array]:
         outputs, pullback = self._pullback(inputs, [jnp.asarray(x) for x in inputs.values], pattern, output)
-        return [np.asarray(g) for g in pullback([draw("grad_output", i, y) for i, y in outputs])]
+        return [np.asarray(g) for g in pullback(draw_grad_outputs(outputs))]
 
     def second_derivatives(self, inputs: Inputs) -> Measurements:
         values = [jnp.asarray(x) for x in inputs.values]
         everything = range(len(values))
-        outputs, _ = self._pullback(inputs, values, everything)
-        grad_outputs = [jnp.asarray(draw("grad_output", i, y)) for i, y in outputs]
 
-        def gradients(values: Sequence[Any], grad_outputs: Sequence[Any]) -> list[jax.Array]:
-            return self._pullback(inputs, values, everything)[1](grad_outputs)
+        def gradients(values: Sequence[Any], grad_outputs: dict[int, Any]) -> Any:
+            return self._pullback(inputs, values, everything)[1](grad_outputs), ()
 
-        firsts, vjp = jax.vjp(gradients, values, grad_outputs)
-        directions = [jnp.asarray(draw("direction", i, x)) for i, x in enumerate(firsts)]
-        of_inputs, of_grad_outputs = vjp(list(map(conjugate, directions)))
-        names = [*inputs.names, *(f"grad_output {i}" for i, _ in outputs)]
-        return {name: np.asarray(conjugate(x)) for name, x in zip(names, (*of_inputs, *of_grad_outputs), strict=True)}
+        grad_outputs = draw_grad_outputs(self._pullback(inputs, values, everything)[0])
+        firsts, pullback, _ = torch_vjp(gradients, values, grad_outputs)
+        of_inputs, of_grad_outputs = pullback(tuple(jnp.asarray(draw("direction", i, x)) for i, x in enumerate(firsts)))
+        seconds = dict(zip(inputs.names, of_inputs, strict=True))
+        seconds |= {f"grad_output {i}": x for i, x in of_grad_outputs.items()}
+        return {name: np.asarray(x) for name, x in seconds.items()}
+
+
+def torch_vjp(function: Callable[..., Any], *args: Any) -> tuple[Any, Any, Any]:
+    """Returns the first result of a function, its pullback in torch's convention, and the second result."""
+    outputs, vjp, others = jax.vjp(function, *args, has_aux=True)
+
+    def pullback(grad_outputs: Any) -> Any:
+        return jax.tree.map(conjugate, vjp(jax.tree.map(conjugate, grad_outputs)))
+
+    return outputs, pullback, others
+
+
+def draw_grad_outputs(outputs: Mapping[int, Any]) -> dict[int, Any]:
+    """Returns random cotangents of outputs."""
+    return {i: jnp.asarray(draw("grad_output", i, y)) for i, y in outputs.items()}

@@ -7,16 +7,24 @@ from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
-from jax.tree_util import keystr, tree_flatten_with_path, tree_unflatten
 
+from jaxfn._check.arguments import flatten_arguments
 from jaxfn._check.draws import draw
-from jaxfn._tree import double, is_array_leaf, is_inexact, is_none
+from jaxfn._tree import double, is_array_leaf
 
 Array = np.ndarray[Any, Any]
 
 # A relative step away from a kink: large compared with double precision, small compared with the values.
 _STEP = 1e-4
 _ULPS = 2  # the change of a sample, in units in the last place
+
+
+def _as_numpy(_name: str, leaf: Any, _is_differentiated: bool) -> Any:
+    return np.asarray(leaf) if is_array_leaf(leaf) else leaf
+
+
+def _as_tuple(*args: Any) -> tuple[Any, ...]:
+    return args
 
 
 class Inputs:
@@ -31,37 +39,21 @@ class Inputs:
     """
 
     def __init__(self, args: Sequence[Any]) -> None:
-        paths, self._tree = tree_flatten_with_path(tuple(args), is_leaf=is_none)
-        self._leaves = [np.asarray(leaf) if is_array_leaf(leaf) else leaf for _, leaf in paths]
-        self._positions = [
-            i for i, leaf in enumerate(self._leaves) if isinstance(leaf, np.ndarray) and is_inexact(leaf.dtype)
-        ]
-        self.names = [f"input {paths[i][0][0].idx}{keystr(paths[i][0][1:])}" for i in self._positions]
-        self.values: list[Array] = [self._leaves[i] for i in self._positions]
+        self._arguments = flatten_arguments(None, tuple(args), None, _as_numpy)
+        self.names = self._arguments.names
+        self.values: Sequence[Array] = self._arguments.values
 
     @property
     def args(self) -> tuple[Any, ...]:
         """The arguments."""
-        return tree_unflatten(self._tree, self._leaves)
+        return self.call(_as_tuple, np.asarray, self.values)
 
     def call(self, function: Callable[..., Any], convert: Callable[[Any], Any], values: Sequence[Any]) -> Any:
-        """Calls a function with all arguments.
-
-        Args:
-          function: the function.
-          convert: converts a NumPy array that is not differentiable.
-          values: the differentiable arrays, already converted.
-        """
-        leaves = [convert(leaf) if isinstance(leaf, np.ndarray) else leaf for leaf in self._leaves]
-        for position, value in zip(self._positions, values, strict=True):
-            leaves[position] = value
-        return function(*tree_unflatten(self._tree, leaves))
+        """Calls a function with all arguments: differentiable arrays as they are passed here, others converted."""
+        return self._arguments.call(function, values, list(map(convert, self._arguments.others)))
 
     def _with_values(self, values: Sequence[Array]) -> Inputs:
-        leaves = list(self._leaves)
-        for position, value in zip(self._positions, values, strict=True):
-            leaves[position] = value
-        return Inputs(tree_unflatten(self._tree, leaves))
+        return Inputs(self.call(_as_tuple, np.asarray, values))
 
     def in_double(self) -> Inputs:
         """The inputs in double precision."""

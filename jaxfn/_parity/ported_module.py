@@ -15,11 +15,11 @@ from jaxfn._check.draws import draw
 from jaxfn._check.staging import JaxprFunction, stage
 from jaxfn._compat import dce_jaxpr, eqn_source_line, lower_jaxpr, record_source_lines
 from jaxfn._jaxpr import all_eqns, needed_eqns, open_jaxpr
-from jaxfn._parity.backends import output_leaves
+from jaxfn._parity.backends import draw_grad_outputs, output_leaves, torch_vjp
 from jaxfn._parity.inputs import Array, Inputs
 from jaxfn._parity.module_record import LEARNING_RATE, ModuleRecord
 from jaxfn._parity.values import Values
-from jaxfn._tree import conjugate, is_array_leaf, is_inexact, is_key
+from jaxfn._tree import is_array_leaf, is_inexact, is_key
 
 Load = Callable[[dict[str, Any]], Any]
 
@@ -142,11 +142,10 @@ class PortedModule:
             chosen = {i: y for i, y in outputs.items() if is_inexact(y.dtype)}
             return chosen, (outputs, new_buffers)
 
-        chosen, pullback, (outputs, new_buffers) = jax.vjp(differentiable, named, extra, values, has_aux=True)
-        cotangents = {i: conjugate(jnp.asarray(draw("grad_output", i, y))) for i, y in chosen.items()}
-        of_named, of_extra, of_values = pullback(cotangents)
+        chosen, pullback, (outputs, new_buffers) = torch_vjp(differentiable, named, extra, values)
+        of_named, of_extra, of_values = pullback(draw_grad_outputs(chosen))
         gradients = of_named | of_extra | dict(zip(self._inputs.names, of_values, strict=True))
-        return PortResults(outputs, new_buffers, jax.tree.map(conjugate, gradients))
+        return PortResults(outputs, new_buffers, gradients)
 
     def _start(self) -> tuple[Any, ...]:
         named = {name: jnp.asarray(x) for name, x in self._record.parameters.items()}
