@@ -5,7 +5,6 @@ from __future__ import annotations
 import inspect
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from time import perf_counter
 
 import jax
 import numpy as np
@@ -94,7 +93,6 @@ class _Check:
     """A check in progress."""
 
     def __init__(self, problem: Problem, options: Options) -> None:
-        self._start = perf_counter()
         self.options = options
         self.problem = problem
         self.report = GradcheckReport(problem.name, options.name)
@@ -263,12 +261,10 @@ class _Check:
         if mismatches:
             name_swapped(mismatches)
             comparison, mode, by_autodiff = diagnosis.comparison, diagnosis.mode, diagnosis.by_autodiff
-            seconds, is_fast = perf_counter() - self._start, self.options.fast_mode
             saved, stopped = (None, None)
             if any(mismatch.mistake != KINK for mismatch in mismatches):
-                saved, stopped = explain_by_saved(
-                    comparison, mode, by_autodiff=by_autodiff, is_fast=is_fast, seconds=seconds
-                )
+                is_fast = self.options.fast_mode
+                saved, stopped = explain_by_saved(comparison, mode, by_autodiff=by_autodiff, is_fast=is_fast)
             self.report.notes += [stopped] if stopped else []
             for mismatch in mismatches if saved else ():
                 mismatch.mistake = f"{mismatch.mistake}, or {saved}" if mismatch.mistake else saved

@@ -13,40 +13,42 @@ Inputs may be equal, zero or one at the checked point, so everything has to be r
 If no saved array does, each operand of an addition in the rule is scaled, by the factor that its results along one
 vector ask for: the rule of x² + sin(x) may have x in place of 2x.
 
-There are about as many replacements as pairs of saved arrays. Most are refuted by the rule's results along one vector,
-for which nothing is staged or compiled. The search stops when it has taken several times as long as the check.
+There are about as many replacements as pairs of saved arrays. They are evaluated along one vector, in batches, as one
+function of the operands that change. Only those few that are right there, at both points, are compared as a
+rule is. The search evaluates at most a few times as many vectors as the check.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import combinations
-from time import perf_counter
 from typing import Any, NamedTuple
 
 import numpy as np
 from jax.tree_util import tree_leaves, tree_unflatten
 
 from jaxfn._check.draws import random_generator
-from jaxfn._check.staging import JaxprFunction, stage
+from jaxfn._check.staging import JaxprFunction, bytes_per_call, stage
 from jaxfn._compat import eqn_source_line, eval_eqn, is_plain_jit, jit_p
 from jaxfn._gradcheck.compare import Comparison
-from jaxfn._gradcheck.evaluation.batches import BatchedEvaluator
-from jaxfn._gradcheck.evaluation.execution import ExecutionMode
+from jaxfn._gradcheck.evaluation.batches import BATCH_BYTES
 from jaxfn._gradcheck.evaluation.vectors import Arrays, Vectors, random_vectors
 from jaxfn._gradcheck.problem.derivatives import ADMode, available
-from jaxfn._gradcheck.projections import Projections
+from jaxfn._gradcheck.problem.problem import Leaf
+from jaxfn._gradcheck.projections import PROJECTIONS, Projections
 from jaxfn._gradcheck.tolerance import ATOL, RTOL
 from jaxfn._jaxpr import eval_jaxpr_with, is_any_of, primitives, subjaxprs
 from jaxfn._observe import OBSERVATION, Label, Observation, label_p
 from jaxfn._tree import is_inexact
 
 _MAX_EXPLANATIONS = 3
-_FACTOR = 5  # how many times as long as the check the search may take
-_LEAST_SECONDS = 0.5
+_MAX_COMPARED = 8  # replacements that are compared as a rule is
+_FACTOR = 5  # how many times as many vectors as the check the search may evaluate
 _COARSER = 1e3  # factor of the tolerance along one vector, where nothing tells what is rounding
 _INLINED = (["jit"], ["call"], ["checkpoint"])
+
 _ADDITIONS = primitives("add sub add_any")
 
 _Key = tuple[int, int]  # of an operand: the number of its `label` eqn or addition, as evaluated, and its index
@@ -61,114 +63,186 @@ class _Evaluated(NamedTuple):
     arrays: Sequence[Any]
 
 
+# Returns what takes the place of an operand, from all that was evaluated so far.
+_Find = Callable[[_Key, Sequence[_Evaluated]], Any]
+
+
 def explain_by_saved(
-    comparison: Comparison, mode: ADMode, *, by_autodiff: bool, is_fast: bool, seconds: float
+    comparison: Comparison, mode: ADMode, *, by_autodiff: bool, is_fast: bool
 ) -> tuple[str | None, str | None]:
     """Returns which change alone makes all derivatives of a mode right: of a saved array, or of a factor of a term.
 
     Returns:
       The explanation, or `None`; and a note if the search was stopped.
     """
-    deadline = perf_counter() + max(_FACTOR * seconds, _LEAST_SECONDS)
     d, evaluator = comparison.derivatives, comparison.evaluator
     if not d.is_traced:
         return None, None
     points, vectors = (evaluator.xs, _second_point(evaluator.xs)), random_vectors(mode.seed_leaves, 0)
+    at_points = [replace(comparison, evaluator=evaluator.at(xs)) for xs in points]
+    methods = list(map(Projections, at_points)) if is_fast else at_points
+
+    def is_right(replacements: _Replacements) -> bool:
+        derivative = stage(partial(_results, rule, replacements), points[0], vectors)
+        other = replace(mode, rule=derivative)
+        return not any(
+            m.with_autodiff(other) if by_autodiff else m.with_differences(other, derivative) for m in methods
+        )
+
+    def search(
+        candidates: Sequence[tuple[str, _Replacements]], variants: _Variants
+    ) -> tuple[list[tuple[str, _Replacements]], bool]:
+        """Returns the candidates that are right, and whether there were too many to compare."""
+        are_right = variants.are_right([replacements for _, replacements in candidates])
+        found = [candidate for candidate, right in zip(candidates, are_right, strict=True) if right]
+        return [found for found in found[:_MAX_COMPARED] if is_right(found[1])], len(found) > _MAX_COMPARED
+
     try:
         with OBSERVATION(Observation.VALUES):
             rule = stage(mode.derivative_of(d.call), points[0], vectors)
-            eqns = _evaluate(rule, {}, points[1], vectors)[1]
-            candidates = list(_candidates(eqns))
-        refuted, factor = _along_one_vector(comparison, mode, rule, points[0], vectors, by_autodiff=by_autodiff)
-    except Exception:  # the user's code, traced again or at another point, must not hide the report
+            evaluated = [_evaluate(rule, _own, xs, vectors)[1] for xs in points]
+        limit = _limit(rule, mode, is_fast)
+        make = partial(_Variants, rule, evaluated, at_points, mode, vectors, by_autodiff)
+        every = list(_candidates(evaluated[1]))
+        candidates = every[:limit]
+        right, is_cut = search(candidates, make({target for _, replaced in candidates for target in replaced}))
+        # A swap explains no more than the half of it that suffices.
+        texts = [text for text, replaced in right if not any(other.items() < replaced.items() for _, other in right)]
+        if is_cut or len(every) > limit:
+            what = f"wrong saved tensor stopped after {len(candidates)} of {len(every)} replacements"
+        else:
+            what, terms = "", {key: text for text, key in _terms(evaluated[1])}
+            if not texts and 2 * len(terms) <= limit:
+                variants = make(terms)
+                scaled = [
+                    (text, {key: factor}) for (key, text), factor in zip(terms.items(), variants.factors(), strict=True)
+                ]
+                right, is_cut = search(scaled, variants)
+                texts = [
+                    f"a wrong factor of one term: {mode.method} is right with {factor:.6g} times the {text}"
+                    for text, replaced in right
+                    for factor in replaced.values()
+                ]
+            what = "wrong factor of a term stopped" if is_cut or 2 * len(terms) > limit else ""
+    except Exception:  # the user's code, traced again or run for other arrays, must not hide the report
         return None, None
-    at_points = [replace(comparison, evaluator=evaluator.at(xs)) for xs in points]
-    methods: list[Comparison | Projections] = [Projections(_uncompiled(c)) for c in at_points]
-    methods += [] if is_fast else at_points
-
-    derivatives: list[JaxprFunction] = []  # evaluators identify a function by its id, so all of these have to live
-
-    def is_right(replacements: _Replacements) -> bool:
-        derivative = stage(lambda *args: _evaluate(rule, replacements, *args)[0], points[0], vectors)
-        derivatives.append(derivative)
-        try:
-            outputs = (f(points[0], vectors)[0] for f in (rule, derivative))
-            if not all(map(comparison.tolerance.agrees, *outputs)):  # the checked function itself reads what was saved
-                return False
-            other = replace(mode, rule=derivative)
-            return not any(
-                m.with_autodiff(other) if by_autodiff else m.with_differences(other, derivative) for m in methods
-            )
-        except Exception:  # a Python callback may raise for other arrays
-            return False
-
-    right: list[tuple[str, _Replacements]] = []
-    for i, (text, replacements) in enumerate(candidates):
-        if perf_counter() > deadline:
-            return None, f"the search for a wrong saved tensor stopped after {i} of {len(candidates)} replacements"
-        if not refuted(replacements) and is_right(replacements):
-            right.append((text, replacements))
-    # A swap explains no more than the half of it that suffices.
-    texts = [text for text, replaced in right if not any(other.items() < replaced.items() for _, other in right)]
-    for text, key in [] if texts else _terms(eqns):
-        if perf_counter() > deadline:
-            return None, "the search for a wrong factor of a term stopped"
-        scale = factor(key)
-        if scale is not None and not refuted({key: scale}) and is_right({key: scale}):
-            texts.append(f"a wrong factor of one term: {mode.method} is right with {scale:.6g} times the {text}")
-    return " or ".join(texts) if 0 < len(texts) <= _MAX_EXPLANATIONS else None, None
+    if 0 < len(texts) <= _MAX_EXPLANATIONS:
+        return " or ".join(texts), None
+    return None, f"the search for a {what}" if what else None
 
 
-def _along_one_vector(
-    comparison: Comparison, mode: ADMode, rule: JaxprFunction, xs: Arrays, vectors: Arrays, *, by_autodiff: bool
-) -> tuple[Callable[[_Replacements], bool], Callable[[_Key], float | None]]:
-    """Returns two functions that compare a rule's results along one vector.
+def _limit(rule: JaxprFunction, mode: ADMode, is_fast: bool) -> int:
+    """Returns the largest number of replacements: more only if one batch holds them."""
+    leaves = (*mode.seed_leaves, *mode.result_leaves)
+    vectors_of_check = PROJECTIONS * len(leaves) if is_fast else sum(leaf.num_components for leaf in leaves)
+    return max(_FACTOR * vectors_of_check, BATCH_BYTES // max(bytes_per_call(rule), 1))
 
-    The first returns whether replacements are known not to make the rule right, the second the factor of a term with
-    which it may be.
+
+class _Variants:
+    """A rule along one vector, at several points, as one function of some of its operands.
+
+    Args:
+      rule: the rule.
+      evaluated: its `label` eqns and additions, at each point.
+      at_points: the comparisons at the points.
+      mode: the mode of differentiation.
+      vectors: the vector.
+      by_autodiff: whether autodiff decides.
+      targets: the operands.
     """
-    tolerance = replace(comparison.tolerance, atol=_COARSER * ATOL, rtol=_COARSER * RTOL)
-    outputs = list(map(np.asarray, rule(xs, vectors)[0]))
+
+    def __init__(
+        self,
+        rule: JaxprFunction,
+        evaluated: Sequence[Sequence[_Evaluated]],
+        at_points: Sequence[Comparison],
+        mode: ADMode,
+        vectors: Arrays,
+        by_autodiff: bool,
+        targets: Collection[_Key],
+    ) -> None:
+        self._targets = sorted(targets)
+        self._evaluated, self._at_points, self._mode, self._vectors = evaluated, at_points, mode, vectors
+        self._by_autodiff = by_autodiff
+        operands = [_own(key, evaluated[0]) for key in self._targets]
+        self._leaves = (*mode.seed_leaves, *(Leaf("", x.shape, x.dtype) for x in operands))
+
+        def with_operands(xs: Arrays, arrays: Arrays) -> tuple[Arrays, Arrays]:
+            given = dict(zip(self._targets, arrays[len(vectors) :], strict=True))
+
+            def find(key: _Key, eqns: Sequence[_Evaluated]) -> Any:
+                return given[key] if key in given else _own(key, eqns)
+
+            (outputs, results), _ = _evaluate(rule, find, xs, arrays[: len(vectors)])
+            return outputs, [*outputs, *results]
+
+        self._staged = stage(with_operands, at_points[0].evaluator.xs, [*vectors, *operands])
+
+    def _along(self, point: int, replacements: Sequence[_Replacements]) -> tuple[Arrays, Arrays, Arrays]:
+        """Returns outputs, results and expected results; first those of the rule, then with each replacement."""
+        comparison, eqns, mode = self._at_points[point], self._evaluated[point], self._mode
+        every: Sequence[_Replacements] = [{}, *replacements]
+
+        def arrays_of(numbers: Any) -> Arrays:
+            seeds = [np.broadcast_to(v, (len(numbers), *v.shape)) for v in self._vectors]
+            rows = [[_replaced(every[number], key, eqns) for key in self._targets] for number in numbers]
+            return [*seeds, *map(np.stack, zip(*rows, strict=True))]
+
+        batch = Vectors(self._leaves, tuple(range(len(self._leaves))), len(every), arrays_of)
+        (values,) = comparison.evaluator.along([self._staged], batch)
+        count = len(mode.result_leaves)
+        outputs, results = values[:-count], values[-count:]
+        if self._by_autodiff:
+            reference = available(mode.reference)(comparison.evaluator.xs, self._vectors)[1]
+            return outputs, results, list(map(np.ravel, reference))
+        expected, directions = _difference(comparison, mode, self._vectors)
+        if not mode.is_forward:
+            results = [np.sum(list(map(_inner_products, results, directions)), 0)]
+        return outputs, results, expected
+
+    def are_right(self, replacements: Sequence[_Replacements]) -> Any:
+        """Returns which of the replacements make the rule right at all points."""
+        tolerance = replace(self._at_points[0].tolerance, atol=_COARSER * ATOL, rtol=_COARSER * RTOL)
+        are_right = np.ones(len(replacements), bool)
+        for point in range(len(self._at_points)) if replacements else ():
+            outputs, results, expected = self._along(point, replacements)
+            # The checked function must not change: it may itself read what was saved.
+            for value, right in zip([*outputs, *results], [*(y[0] for y in outputs), *expected], strict=True):
+                are_right &= tolerance.agreement(value[1:], right).reshape(len(replacements), -1).all(1)
+        return are_right
+
+    def factors(self) -> list[float]:
+        """Returns for each operand the factor with which the rule may be right; 1 if it has no effect."""
+        if not self._targets:
+            return []
+        _, results, expected = self._along(0, [{key: 2.0} for key in self._targets])
+        pairs = list(zip(results, expected, strict=True))
+        terms = [(values[1:] - values[0]).reshape(len(self._targets), -1) for values, _ in pairs]
+        size: Any = sum((abs(term) ** 2).sum(1) for term in terms)
+        wanted = sum(
+            _inner_products(term, np.asarray(right - values[0]))
+            for term, (values, right) in zip(terms, pairs, strict=True)
+        )
+        return (1 + np.divide(wanted, size, where=size > 0, out=np.zeros(len(self._targets)))).tolist()
+
+
+def _difference(comparison: Comparison, mode: ADMode, vectors: Arrays) -> tuple[Arrays, Arrays]:
+    """Returns finite differences: the results of forward mode, or their inner product with the cotangents.
+
+    The second item is the direction, in which they are taken.
+    """
     d = comparison.derivatives
     directions = vectors if mode.is_forward else random_vectors(d.inputs, 1)
-    if by_autodiff:
-        expected: Any = list(map(np.asarray, available(mode.reference)(xs, vectors)[1]))
-    else:
-        along = Vectors(d.inputs, tuple(range(len(d.inputs))), 1, lambda _: [v[None] for v in directions])
-        expected = [y.reshape(leaf.shape) for y, leaf in zip(comparison.columns(along)[0], d.outputs, strict=True)]
-        if not mode.is_forward:
-            expected = [_inner_product(vectors, expected)]
-
-    def evaluate(replacements: _Replacements) -> tuple[list[Any], list[Any]] | None:
-        try:
-            own, results = _evaluate(rule, replacements, xs, vectors)[0]
-        except Exception:  # a Python callback may raise for other arrays
-            return None
-        if not (by_autodiff or mode.is_forward):
-            results = [_inner_product(results, directions)]
-        return list(map(np.asarray, own)), list(map(np.asarray, results))
-
-    def refuted(replacements: _Replacements) -> bool:
-        found = evaluate(replacements)
-        if found is None:
-            return True
-        pairs = [*zip(found[0], outputs, strict=True), *zip(found[1], expected, strict=True)]
-        return not all(tolerance.agrees(a, b) for a, b in pairs)
-
-    def factor(key: _Key) -> float | None:
-        once, twice = evaluate({}), evaluate({key: 2.0})
-        if once is None or twice is None:
-            return None
-        term = [b - a for a, b in zip(once[1], twice[1], strict=True)]
-        missing = [y - a for a, y in zip(once[1], expected, strict=True)]
-        size = float(_inner_product(term, term))
-        return 1 + float(_inner_product(term, missing)) / size if size else None
-
-    return refuted, factor
+    along = Vectors(d.inputs, tuple(range(len(d.inputs))), 1, lambda _: [v[None] for v in directions])
+    columns = [y[0] for y in comparison.columns(along)[0]]
+    if mode.is_forward:
+        return columns, directions
+    return [np.sum(list(map(_inner_products, columns, vectors)), 0)], directions
 
 
-def _inner_product(a: Sequence[Any], b: Sequence[Any]) -> Any:
-    return np.asarray(sum(np.vdot(x, y).real for x, y in zip(a, b, strict=True)))
+def _inner_products(arrays: Any, vector: Any) -> Any:
+    """Returns the real inner products of a vector with one or with several others."""
+    return (arrays.conj() @ vector.ravel()).real
 
 
 def _second_point(xs: Sequence[Any]) -> Arrays:
@@ -178,26 +252,29 @@ def _second_point(xs: Sequence[Any]) -> Arrays:
     return [x * (1 - size) + (x == 0) * size for x, size in zip(map(np.asarray, xs), sizes, strict=True)]
 
 
-def _uncompiled(comparison: Comparison) -> Comparison:
-    """Returns a comparison that compiles nothing, for many functions along few vectors."""
-    e = comparison.evaluator
-    return replace(comparison, evaluator=BatchedEvaluator(ExecutionMode.PYTHON_LOOP, e.xs, e.max_memory, e.progress))
+def _own(key: _Key, eqns: Sequence[_Evaluated]) -> Any:
+    number, index = key
+    return eqns[number].arrays[index]
 
 
-def _evaluate(rule: JaxprFunction, replacements: _Replacements, *args: Any) -> tuple[Any, list[_Evaluated]]:
-    """Returns the results of a rule with replacements, and its `label` eqns and additions."""
+def _replaced(replacements: _Replacements, key: _Key, eqns: Sequence[_Evaluated]) -> Any:
+    other = replacements.get(key, key)
+    return _own(other, eqns) if isinstance(other, tuple) else other * _own(key, eqns)
+
+
+def _results(rule: JaxprFunction, replacements: _Replacements, *args: Any) -> Any:
+    return _evaluate(rule, partial(_replaced, replacements), *args)[0]
+
+
+def _evaluate(rule: JaxprFunction, find: _Find, *args: Any) -> tuple[Any, list[_Evaluated]]:
+    """Returns the results of a rule with other operands, and its `label` eqns and additions."""
     evaluated: list[_Evaluated] = []
-
-    def replaced(key: _Key) -> Any:
-        other = replacements.get(key, key)
-        (n, i), factor = (other, None) if isinstance(other, tuple) else (key, other)
-        return evaluated[n].arrays[i] if factor is None else evaluated[n].arrays[i] * factor
 
     def evaluate(_: int, eqn: Any, operands: list[Any]) -> Sequence[Any]:
         if eqn.primitive is label_p or is_any_of(eqn, _ADDITIONS):
             number = len(evaluated)
             evaluated.append(_Evaluated(eqn, eqn.params.get("labels", ()), operands))
-            operands = [replaced((number, i)) for i in range(len(operands))]
+            operands = [find((number, i), evaluated) for i in range(len(operands))]
             return operands if eqn.primitive is label_p else eval_eqn(eqn, operands)
         inner = subjaxprs(eqn)
         if [sub.kind for sub in inner] not in _INLINED or (eqn.primitive is jit_p and not is_plain_jit(eqn)):
@@ -212,7 +289,7 @@ def _terms(eqns: Sequence[_Evaluated]) -> Iterator[tuple[str, _Key]]:
     """Yields the operands of additions after the first read of saved arrays: those of the rule, not of `forward`."""
     reads = [n for n, eqn in enumerate(eqns) if _is_read(eqn)]
     for n, (eqn, labels, arrays) in enumerate(eqns):
-        if reads and n > reads[0] and not labels and is_inexact(arrays[0].dtype):
+        if reads and n > reads[0] and not labels and _is_value(arrays[0]):
             for i, text in enumerate(("first", "second")):
                 yield f"{text} term at {eqn_source_line(eqn)}", (n, i)
 
@@ -224,11 +301,14 @@ def _is_read(eqn: _Evaluated) -> bool:
 def _candidates(eqns: Sequence[_Evaluated]) -> Iterator[tuple[str, _Replacements]]:
     """Yields explanations, as text and as the replacements that have to make the rule right."""
     label = {(n, i): label for n, eqn in enumerate(eqns) for i, label in enumerate(eqn.labels)}
-
-    def differ(a: _Key, b: _Key) -> bool:
-        """Whether arrays of one shape and dtype have different values."""
-        x, y = (eqns[n].arrays[i] for n, i in (a, b))
-        return (x.shape, x.dtype) == (y.shape, y.dtype) and is_inexact(x.dtype) and not np.array_equal(x, y)
+    arrays = {
+        (n, i): np.asarray(x)
+        for n, eqn in enumerate(eqns)
+        for i, x in enumerate(eqn.arrays)
+        if eqn.labels and _is_value(x)
+    }
+    kind = {key: (x.shape, x.dtype) for key, x in arrays.items()}
+    value = {key: hash(x.tobytes()) for key, x in arrays.items()}
 
     def name(key: _Key) -> str:
         return label[key].name if label[key].role == "saved" else f"{label[key].role} {label[key].name}"
@@ -238,19 +318,23 @@ def _candidates(eqns: Sequence[_Evaluated]) -> Iterator[tuple[str, _Replacements
         calls = [n for n in reads if eqns[n].labels[0][:2] == (function, method)]
         if len({eqns[n].labels for n in calls}) > 1:
             continue
-        saved = [(calls[0], i) for i in range(len(eqns[calls[0]].labels))]
-        forward = [key for key, own in label.items() if own[:2] == (function, "forward") and own.role != "saved"]
+        saved = [(n, i) for n, i in arrays if n == calls[0]]
+        forward = [key for key in arrays if label[key][:2] == (function, "forward") and label[key].role != "saved"]
         if len({n for n, i in forward if label[n, i].role == "output"}) > 1:  # which call do they belong to?
             forward = []
         where = f"{function}.{method} is right with"
         for a in saved:
-            known = [a]
+            known = {value[a]}
             for b in [*saved, *forward]:
-                if all(differ(x, b) for x in known):
-                    known.append(b)
+                if kind[a] == kind[b] and value[b] not in known:
+                    known.add(value[b])
                     replacements = {(n, a[1]): (n, b[1]) if b in saved else b for n in calls}
                     yield f"a wrong saved tensor: {where} {name(b)} instead of {name(a)}", replacements
         for a, b in combinations(saved, 2):
-            if differ(a, b):
+            if kind[a] == kind[b] and value[a] != value[b]:
                 replacements = {(n, i): (n, j) for n in calls for i, j in ((a[1], b[1]), (b[1], a[1]))}
                 yield f"swapped saved tensors: {where} {name(a)} and {name(b)} swapped", replacements
+
+
+def _is_value(array: Any) -> bool:
+    return is_inexact(array.dtype)

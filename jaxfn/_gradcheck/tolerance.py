@@ -125,12 +125,16 @@ class Tolerance:
 
     def agrees(self, value: Any, expected: Any, terms: Any = None) -> bool:
         """Whether two ways to compute an array, as sums of such terms, agree apart from rounding; NaN equals NaN."""
+        return bool(self.agreement(value, expected, terms).all())
+
+    def agreement(self, value: Any, expected: Any, terms: Any = None) -> Any:
+        """Returns for each entry whether it agrees; see `agrees`."""
         terms = abs(expected if terms is None else terms)
         scale = group_scale(terms)
         # In double precision the rounding of the largest entry does not hide a mistake in another one.
         of_array = largest(np.where(np.isfinite(terms), terms, 0)) if self.is_double else 0.0
         bound = self.precise(expected, scale) + _RECOMPUTED * scale + _ROUNDING * _DOUBLE * of_array
-        return bool(((excess(value, expected, bound) <= 1) | (np.isnan(value) & np.isnan(expected))).all())
+        return (excess(value, expected, bound) <= 1) | (np.isnan(value) & np.isnan(expected))
 
     def estimated(self, reference: Any, error: Any) -> Any:
         """Returns the tolerance for a reference with an estimated error: as tight as that allows, at most `coarse`."""

@@ -77,7 +77,7 @@ class BatchedEvaluator:
         self.xs = list(xs)
         self.max_memory = max_memory
         self.progress = progress
-        self._executables: dict[Any, tuple[int, Any]] = {}
+        self._executables: dict[Any, tuple[Any, int, Any]] = {}
 
     def at(self, xs: Sequence[Any]) -> BatchedEvaluator:
         """Returns an evaluator at another point that shares the executables."""
@@ -106,7 +106,7 @@ class BatchedEvaluator:
                 every[i] = vector
             return combine(*(f(xs, every)[1] for f in derivatives))
 
-        key = *map(id, derivatives), combine  # the derivatives live as long as the check
+        key = *map(id, derivatives), combine
         return self._batches(key, compute, derivatives, vectors, vectors.make)
 
     def differences(
@@ -166,8 +166,9 @@ class BatchedEvaluator:
         types = (array.dtype for array in make(np.zeros(1, int)))  # indices of unit vectors, or vectors themselves
         key = *key, vectors.chosen, vectors.count, *types
         if key not in self._executables:
-            self._executables[key] = self._compile(compute, functions, vectors.count, make, each)
-        batch, executable = self._executables[key]
+            # With the functions, so that no other one gets the `id` of one of them.
+            self._executables[key] = functions, *self._compile(compute, functions, vectors.count, make, each)
+        _, batch, executable = self._executables[key]
         self.progress.expect(vectors.count)
         before: tuple[int, Callable[[], list[Arrays]]] | None = None
         for start in range(0, vectors.count, batch):
