@@ -44,6 +44,37 @@ def surrogate() -> Any:
     return figure
 
 
+def split_kernel() -> Any:
+    """Returns a figure of the parts of x, w, x @ w and the gradient of w, with the devices on which each is."""
+    from matplotlib.figure import Figure
+
+    mesh = jax.make_mesh((4, 2), ("rows", "columns"), devices=jax.devices()[:8])
+    specs = {
+        "x (batch d)": ((16, 8), ("rows", "columns")),
+        "w (d hidden)": ((8, 4), ("columns", None)),
+        "x @ w (batch hidden)\nadded up over columns": ((16, 4), ("rows", None)),
+        "gradient of w (d hidden)\nadded up over rows": ((8, 4), ("columns", None)),
+    }
+    figure = Figure(figsize=(7, 3.4), layout="constrained")
+    for panel, (title, (shape, spec)) in zip(figure.subplots(1, 4), specs.items(), strict=True):
+        parts: dict[tuple[int, int], list[int]] = {}
+        sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(*spec))
+        for device, (rows, columns) in sharding.devices_indices_map(shape).items():
+            parts.setdefault((rows.start or 0, columns.start or 0), []).append(device.id)
+        height, width = sharding.shard_shape(shape)
+        for (row, column), devices in parts.items():
+            color = f"C{list(parts).index((row, column))}"
+            panel.fill_between([column, column + width], row, row + height, color=color, alpha=0.25, edgecolor="black")
+            panel.text(column + width / 2, row + height / 2, ", ".join(map(str, devices)), ha="center", va="center")
+        panel.set(xlim=(0, 8), ylim=(16, 0), xticks=[], yticks=[], aspect="equal")
+        panel.set_title(title, fontsize=8)
+        panel.axis("off")
+    return figure
+
+
+OWN = {"surrogate": surrogate, "split_kernel": split_kernel}
+
+
 def main(names: list[str] | None = None) -> list[Path]:
     """Draws pictures, by default all, and returns their paths."""
     import matplotlib
@@ -51,9 +82,9 @@ def main(names: list[str] | None = None) -> list[Path]:
     matplotlib.rcParams["svg.hashsalt"] = "jaxfn"  # equal pictures are equal files
     FOLDER.mkdir(exist_ok=True)
     paths: list[Path] = []
-    for name in names or ["surrogate", *JOURNEYS]:
-        if name == "surrogate":
-            figure = surrogate()
+    for name in names or [*OWN, *JOURNEYS]:
+        if name in OWN:
+            figure = OWN[name]()
         else:
             journey = importlib.import_module(f"examples.journeys.{name}")
             figure = journey.picture(journey.main([]))

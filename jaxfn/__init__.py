@@ -21,6 +21,7 @@ Write a Function
   function                 a decorator, or a call, in place of a class; autograd_function is R torch's name
   from_custom_vjp          a Function with the rule of a jax.custom_vjp
   once_differentiable      a decorator of `backward`: a second derivative raises
+  ShardingRule             how a Function is partitioned over devices
   saved_tensors_hooks      pack what Functions save; also save_on_host, disable_saved_tensors_hooks
 
 Check it
@@ -56,6 +57,7 @@ from jaxfn._function import Function
 from jaxfn._functional import autograd_function, from_custom_vjp, function
 from jaxfn._hooks import disable_saved_tensors_hooks, save_on_host, saved_tensors_hooks
 from jaxfn._once_differentiable import once_differentiable
+from jaxfn._sharding_rule import ShardingRule
 from jaxfn._version import __version__ as __version__
 from jaxfn._vmap_method import VmapInfo
 
@@ -70,8 +72,9 @@ if TYPE_CHECKING:
     from jaxfn._torch import TranslationError, explain, from_torch, port
     from jaxfn._torch.convert.module import ConvertedModule as ConvertedModule
 
-__all__ = ["Function", "FunctionCtx", "VmapInfo", "autograd_function", "from_custom_vjp", "function"]
-__all__ += ["disable_saved_tensors_hooks", "once_differentiable", "save_on_host", "saved_tensors_hooks"]
+__all__ = ["Function", "FunctionCtx", "ShardingRule", "VmapInfo"]
+__all__ += ["autograd_function", "from_custom_vjp", "function", "once_differentiable"]
+__all__ += ["disable_saved_tensors_hooks", "save_on_host", "saved_tensors_hooks"]
 __all__ += ["CheckError", "GradcheckError", "check", "gradcheck", "gradgradcheck", "kernelcheck"]
 __all__ += ["find_nan", "logged", "residuals"]
 __all__ += ["TranslationError", "explain", "from_torch", "paritycheck", "port", "record_reference"]

@@ -14,6 +14,7 @@ from collections.abc import Callable
 from typing import Any, ParamSpec, Protocol, TypedDict, TypeVar
 
 from jaxfn._context import FunctionCtx
+from jaxfn._sharding_rule import ShardingRule
 
 P = ParamSpec("P")
 R_co = TypeVar("R_co", covariant=True)
@@ -61,3 +62,4 @@ class Rules(TypedDict, total=False):
     boxed_grads_call: bool
     generate_vmap_rule: bool
     clear_saved_tensors_on_access: bool
+    sharding_rule: str | ShardingRule | None

@@ -102,6 +102,8 @@ class ContextState:
     non_differentiable: tuple[Any, ...] = ()
     dirty: tuple[Any, ...] = ()
     materialize_grads: bool = True
+    axes: Mapping[str, tuple[str, ...]] | None = None  # with a sharding rule, those over which factors are split
+    factors: Sequence[str | None] = ()  # with a sharding rule, those of what was saved for backward
     python_numbers: Sequence[Any] = ()  # inputs that would be arrays if they were differentiated or traced
     can_save_numbers: bool = False
 
@@ -172,7 +174,9 @@ class FunctionCtx:
 
         Args:
           *tensors: arrays (inputs, outputs or intermediates) or `None`, read back as `ctx.saved_tensors`.
-          **named: arrays or any other values by name, read back as `ctx.saved_variables.name`.
+          **named: arrays or any other values by name, read back as `ctx.saved_variables.name`. In a Function with a
+            sharding rule, `factors=("batch", None)` has the factors of each saved array that is neither an input nor
+            an output, `_` for a dimension of none; `None` finds them by the sizes.
 
         Raises:
           TypeError: a positional argument is neither an array nor `None`.
@@ -189,6 +193,8 @@ class FunctionCtx:
         Torch counterpart: `ctx.save_for_backward`; the named form is R torch's.
         """
         _check_saved("save_for_backward", tensors, self._jaxfn)
+        if self._jaxfn.axes is not None:
+            self._jaxfn.factors = named.pop("factors", ())
         self._jaxfn.tensors = tensors
         self._jaxfn.named = named
 
@@ -246,6 +252,23 @@ class FunctionCtx:
         if self._jaxfn.num_outputs is None:
             raise AttributeError  # __getattr__ raises the message
         return self._jaxfn.num_outputs
+
+    def mesh_axes(self, factor: str) -> tuple[str, ...]:
+        """Returns the mesh axes over which a factor of the sharding rule is split here; `()` where it is whole.
+
+        For a Function with `manual_factors`: `jax.lax.psum(x, ctx.mesh_axes("vocab"))`, which is `x` on one device.
+
+        Raises:
+          ValueError: the Function's sharding rule has no such factor.
+
+        Torch counterpart: none.
+        """
+        axes = self._jaxfn.axes or {}
+        if factor not in axes:
+            raise ValueError(
+                f"ctx.mesh_axes({factor!r}): the sharding rule has no such factor. It has: {', '.join(axes)}"
+            )
+        return axes[factor]
 
     def mark_non_differentiable(self, *outputs: Any) -> None:
         """Declares that these outputs have no derivative: they pass through `jax.lax.stop_gradient`.
@@ -383,6 +406,7 @@ class SavedNames(NamedTuple):
     named: tuple[str, ...]
     num_for_forward: int | None
     attributes: tuple[str, ...]
+    factors: tuple[str | None, ...] = ()  # of the first values, as `save_for_backward` received them
 
     @property
     def num_for_backward(self) -> int:
@@ -400,7 +424,7 @@ def collect_saved(ctx: FunctionCtx) -> tuple[SavedNames, list[Any]]:
     state, attributes = ctx_state(ctx), vars(ctx)
     for_forward = state.for_forward
     num_for_forward = None if for_forward is None else len(for_forward)
-    names = SavedNames(len(state.tensors), tuple(state.named), num_for_forward, tuple(attributes))
+    names = SavedNames(len(state.tensors), tuple(state.named), num_for_forward, tuple(attributes), tuple(state.factors))
     return names, [*state.tensors, *state.named.values(), *(for_forward or ()), *attributes.values()]
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
+from itertools import chain, repeat
 from typing import Any, NamedTuple
 
 import jax
@@ -27,6 +28,7 @@ from jaxfn._jaxpr import ArrayIdentity, checkpoint_name_of
 from jaxfn._mesh_types import match_cotangents
 from jaxfn._methods import UserMethods
 from jaxfn._observe import OBSERVATION, Label, Observation, label_arrays, label_present, leaf_names
+from jaxfn._sharding_rule import BoundRule
 from jaxfn._signature import InputSpec
 from jaxfn._traces import NewConstants, has_ended, is_mapped, manual_axes_here
 from jaxfn._tree import ARRAY_SPEC, TreeSpec, as_array, flatten_saved, is_inexact, is_traced
@@ -34,12 +36,18 @@ from jaxfn._vmap_method import forward_with_vmap
 
 
 class CallSpec:
-    """The static part of a call: the Function's methods, and the names and tree spec of each input."""
+    """The static part of a call: the Function's methods, and the names and tree spec of each input.
 
-    def __init__(self, methods: UserMethods, inputs: InputSpec) -> None:
+    Of a call on parts of arrays it has the mesh axes over which factors of the sharding rule are split.
+    """
+
+    def __init__(
+        self, methods: UserMethods, inputs: InputSpec, axes: Mapping[str, tuple[str, ...]] | None = None
+    ) -> None:
         self.methods = methods
         self.name = methods.name
         self.inputs = inputs
+        self.axes = axes
 
     def captured(self) -> tuple[list[Any], int]:
         """Returns the tracers that the methods and functions among the inputs capture, and how many are `forward`'s.
@@ -60,7 +68,7 @@ class CallSpec:
         trees = self.inputs.trees
         if self.inputs.objects:
             trees = tuple(TreeSpec(t.treedef, with_captured(t.leaves, captured)) if t.objects else t for t in trees)
-        return CallSpec(self.methods.with_captured(captured), InputSpec(self.inputs.names, trees))
+        return CallSpec(self.methods.with_captured(captured), InputSpec(self.inputs.names, trees), self.axes)
 
     def scope(self, method: str) -> Any:
         """Names the operations of a method in compiled programs and profiles."""
@@ -121,6 +129,13 @@ class SavedSpec(NamedTuple):
             names[residual].append(name)
         return [", ".join(own) for own in names]
 
+    def declared_factors(self) -> dict[int, str]:
+        """Returns the `factors` that `ctx.save_for_backward` received, by the index of the intermediate."""
+        pairs = zip(self.names.factors, self.trees, strict=False)
+        texts = chain.from_iterable(repeat(text, tree.num_arrays) for text, tree in pairs)
+        sources = [(self.sources[residual], text) for residual, text in zip(self.order, texts, strict=False)]
+        return {source.idx: text for source, text in sources if source.kind == "intermediate" and text is not None}
+
     def _names_on_ctx(self) -> Iterable[str]:
         yield from (f"saved_tensors[{i}]" for i in range(self.names.num_tensors))
         yield from self.names.named
@@ -140,6 +155,7 @@ class ForwardPass(NamedTuple):
       outputs: The structure of the outputs.
       input_avals, output_avals: The types of the array leaves. (Arrays would leak their tracers into `backward`.)
       names: The names that `checkpoint_name` gave to results, by the part of `CallResults` and the index there.
+      rule: The sharding rule, if it partitions the call.
     """
 
     spec: CallSpec
@@ -151,6 +167,7 @@ class ForwardPass(NamedTuple):
     input_avals: Sequence[Any]
     output_avals: Sequence[Any]
     names: Mapping[tuple[int, int], str]
+    rule: BoundRule | None = None
 
     @property
     def differentiable(self) -> list[int]:
@@ -192,13 +209,15 @@ class ForwardPass(NamedTuple):
         trees = self.outputs.trees
         return leaf_names(map(str, range(len(trees))), trees)
 
+    def intermediate_names(self) -> list[str]:
+        """Returns the names under which each saved intermediate was saved."""
+        pairs = zip(self.saved.sources, self.saved.residual_names(), strict=True)
+        names = {source.idx: name for source, name in pairs if source.kind == "intermediate"}
+        return [names[i] for i in range(len(names))]
+
     def label_results(self, results: CallResults) -> CallResults:
         """Labels the outputs and the saved intermediates."""
-        names = [""] * len(results.intermediates)
-        for source, name in zip(self.saved.sources, self.saved.residual_names(), strict=True):
-            if source.kind == "intermediate":
-                names[source.idx] = name
-        function = self.spec.name
+        function, names = self.spec.name, self.intermediate_names()
         return CallResults(
             label_present(results.outputs, function, "forward", "output", self.output_names()),
             label_present(results.intermediates, function, "forward", "saved", names),
@@ -365,6 +384,8 @@ class Differentiation:
         forward_pass, inputs = self.forward_pass, self.forward_pass.spec.inputs
         saved = residuals.saved if self.packed is None else self.packed.unpack(residuals.saved)
         state = ContextState(inputs.names, inputs.needs_input_grad(self.flags))
+        if forward_pass.spec.methods.sharding_rule is not None:
+            state.axes = forward_pass.spec.methods.sharding_rule.axes_of_factors(forward_pass.spec.axes)
         state.num_outputs = len(forward_pass.outputs.trees)
         state.materialize_grads = forward_pass.materialize_grads
         ctx = restore_ctx(state, forward_pass.saved.names, forward_pass.saved.unflatten(saved))
@@ -382,7 +403,7 @@ class Differentiation:
         methods = self.forward_pass.spec.methods
         restored = jax.tree.unflatten(self.treedef, residuals[: self.treedef.num_leaves])
         try:
-            if OBSERVATION.value in (Observation.RESIDUALS, Observation.VALUES):
+            if OBSERVATION.value in (Observation.RESIDUALS, Observation.VALUES) and self.forward_pass.spec.axes is None:
                 results = self._call_observed(rule, method, restored, vectors)
             else:
                 results = rule(restored, vectors)
@@ -400,12 +421,7 @@ class Differentiation:
         vectors: Sequence[Any],
     ) -> list[jax.Array | None]:
         """Calls `backward` or `jvp` with labels on its residuals and, for `Observation.VALUES`, on all its arrays."""
-        name, saved = self.forward_pass.spec.name, self.forward_pass.saved
-        counts = [1] * len(saved.sources) if self.packed is None else [tree.num_arrays for tree in self.packed.trees]
-        labels: list[Label] = []
-        for source, own, count in zip(saved.sources, saved.residual_names(), counts, strict=True):
-            labels += [Label(name, method, "saved", own, source.kind, source.is_packed)] * count
-        residuals = residuals._replace(saved=label_arrays(residuals.saved, labels))
+        name, residuals = self.forward_pass.spec.name, self.label_saved(method, residuals)
         if OBSERVATION.value is Observation.RESIDUALS:
             return rule(residuals, vectors)
         inputs, outputs = input_names(self.forward_pass.spec), self.forward_pass.output_names()
@@ -417,6 +433,16 @@ class Differentiation:
         with record_source_lines():
             results = rule(residuals, vectors)
         return label_present(results, name, method, result_role, result_names)
+
+    def label_saved(self, method: str, residuals: Residuals) -> Residuals:
+        """Labels what was saved."""
+        name, saved, rule = self.forward_pass.spec.name, self.forward_pass.saved, self.forward_pass.rule
+        counts = [1] * len(saved.sources) if self.packed is None else [tree.num_arrays for tree in self.packed.trees]
+        labels: list[Label] = []
+        for source, own, count in zip(saved.sources, saved.residual_names(), counts, strict=True):
+            factors = None if rule is None else rule.of(source.kind, source.idx)
+            labels += [Label(name, method, "saved", own, source.kind, source.is_packed, factors)] * count
+        return residuals._replace(saved=label_arrays(residuals.saved, labels))
 
 
 def input_names(spec: CallSpec) -> list[str]:
@@ -430,6 +456,8 @@ def call_forward(
     """Calls the user's `forward`; returns the ctx that it filled and its outputs, without the Function's rule."""
     methods, inputs = spec.methods, spec.inputs
     state = ContextState(inputs.names, inputs.needs_input_grad(perturbed))
+    if methods.sharding_rule is not None:
+        state.axes = methods.sharding_rule.axes_of_factors(spec.axes)
     ctx = FunctionCtx(state)
     # `jax.vmap` passes a number that it does not map unchanged, where `jax.jit` would pass an array.
     if inputs.python_numbers:

@@ -14,6 +14,7 @@ from jaxfn._hooks import HOOKS
 from jaxfn._methods import UserMethods, undefined
 from jaxfn._observe import CALL_MONITOR, active_monitor
 from jaxfn._rule import call_untraced, call_with_rule, call_without_rule
+from jaxfn._sharding_rule import ShardingRule
 from jaxfn._signature import InputNames, InputSpec
 from jaxfn._tree import ARRAY_SPEC, TreeSpec, as_array, flatten_input, is_traced
 
@@ -99,6 +100,9 @@ class Function:
     clear_saved_tensors_on_access: ClassVar[bool] = False
     """Ignored, accepted for torch's protocol: JAX frees residuals automatically."""
 
+    sharding_rule: ClassVar[str | ShardingRule | None] = None
+    """How the Function is partitioned over devices: a `ShardingRule`, or its text where that says all."""
+
     if not TYPE_CHECKING:  # to a checker, what returns Never ends the program, and has no `apply`
 
         def __new__(cls, *args: Any, **kwargs: Any) -> Never:
@@ -110,6 +114,8 @@ class Function:
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
+        if isinstance(cls.sharding_rule, str):
+            cls.sharding_rule = ShardingRule.of(cls.__name__, cls.sharding_rule)
         cls._jaxfn_dispatcher = _Dispatcher(cls)
         cls._jaxfn_apply = staticmethod(_make_apply(cls, cls._jaxfn_dispatcher))
         show_signature(cls._jaxfn_apply)

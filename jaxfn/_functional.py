@@ -15,10 +15,12 @@ import jax.numpy as jnp
 
 from jaxfn._apply_types import P, R_co, Rule, Rules, TakesAnything, TakesCtx, TakesFunctionCtx
 from jaxfn._function import Function, describe_rules, show_signature
+from jaxfn._sharding_rule import ShardingRule
 
 _F = TypeVar("_F", bound=Callable[..., Any])
 _METHODS = ("forward", "backward", "setup_context", "jvp", "vmap")
 _FLAGS = ("generate_jvp_rule", "boxed_grads_call", "generate_vmap_rule", "clear_saved_tensors_on_access")
+_OPTIONS = (*_FLAGS, "sharding_rule")
 
 
 class function(Generic[P, R_co]):
@@ -72,6 +74,7 @@ class function(Generic[P, R_co]):
     boxed_grads_call: bool
     generate_vmap_rule: bool
     clear_saved_tensors_on_access: bool
+    sharding_rule: str | ShardingRule | None
 
     @overload
     def __new__(cls, forward: TakesCtx[P, R_co], backward: Rule = None, **kw: Unpack[Rules]) -> function[P, R_co]: ...
@@ -102,9 +105,10 @@ class function(Generic[P, R_co]):
         boxed_grads_call: bool = False,
         generate_vmap_rule: bool = False,
         clear_saved_tensors_on_access: bool = False,
+        sharding_rule: str | ShardingRule | None = None,
     ) -> Any:
         flags = generate_jvp_rule, boxed_grads_call, generate_vmap_rule, clear_saved_tensors_on_access
-        members: dict[str, Any] = dict(zip(_FLAGS, flags, strict=True))
+        members: dict[str, Any] = dict(zip(_OPTIONS, (*flags, sharding_rule), strict=True))
         members |= {"backward": backward, "setup_context": setup_context, "jvp": jvp, "vmap": vmap}
         if forward is None:
             return partial(cls, name=name, **members)
@@ -152,18 +156,20 @@ class function(Generic[P, R_co]):
                 return inspect.signature(self.apply)
             if name in ("forward", "__wrapped__"):
                 return self.Function.forward
-            if name in _FLAGS:
+            if name in _OPTIONS:
                 return getattr(self.Function, name)
             own = vars(self).get("__name__", "f")  # without one while it is unpickled
             text = (
                 f"{own} has no rule or option {name!r}. @{own}.backward, .setup_context, .jvp and .vmap register rules;"
             )
-            raise AttributeError(f"{text} the options are {', '.join(_FLAGS)}.", name=name, obj=self)
+            raise AttributeError(f"{text} the options are {', '.join(_OPTIONS)}.", name=name, obj=self)
 
         def __setattr__(self, name: str, value: Any) -> None:
             if name.startswith("__"):  # as on functions
                 super().__setattr__(name, value)
-            elif name in _FLAGS:
+            elif name == "sharding_rule":
+                self.Function.sharding_rule = ShardingRule.of(self.__name__, value)
+            elif name in _OPTIONS:
                 setattr(self.Function, name, value)
             elif name not in _METHODS:
                 self.__getattr__(name)  # raises

@@ -12,9 +12,10 @@ from jax.core import Tracer, eval_jaxpr
 
 from jaxfn._compat import dce_jaxpr, zeros_of
 from jaxfn._diagnostics import NEEDS_VALUES
-from jaxfn._forward_pass import ForwardPass, run_forward
+from jaxfn._forward_pass import ForwardPass
 from jaxfn._jaxpr import same_program
 from jaxfn._observe import active_monitor
+from jaxfn._parts import run_on_parts
 from jaxfn._primitives import LinearMap
 from jaxfn._traces import CAN_READ_EQNS, innermost
 from jaxfn._tree import as_array, is_inexact, replace_at
@@ -123,7 +124,7 @@ class Intermediates(LinearMap):
         """Runs `forward`; returns its saved intermediates that have a derivative."""
         spec, flags, sources = self._forward_pass.spec, self._forward_pass.seen_flags, self._forward_pass.saved.sources
         has_hooks = any(source.is_packed for source in sources)
-        forward_pass, results = run_forward(spec, arrays, self._tracers, flags, has_hooks, use_vmap=False)
+        forward_pass, results = run_on_parts(spec, arrays, self._tracers, flags, has_hooks, use_vmap=False)
         if forward_pass.saved.sources != sources:
             raise self._changed()
         return [results.intermediates[i] for i in self.indices]

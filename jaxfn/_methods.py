@@ -15,6 +15,7 @@ from jaxfn._boundary import ForwardOutputs, flatten_outputs
 from jaxfn._captures import captured_tracers, captures_any, with_captured
 from jaxfn._context import FunctionCtx, ctx_state
 from jaxfn._diagnostics import add_hint, add_to_message, location_without_return, signature_error, source_location
+from jaxfn._sharding_rule import ShardingRule
 from jaxfn._signature import ForwardSignature, InputSpec
 from jaxfn._traces import is_in_scope
 
@@ -35,7 +36,8 @@ def _is_defined(method: Any) -> bool:
 
 def _method_key(f: Any) -> tuple[Any, ...]:
     """Returns the attributes of a Function class by which calls and messages are determined."""
-    return f.forward, f.setup_context, f.backward, f.vjp, f.jvp, f.vmap, f.__name__, f.generate_jvp_rule
+    methods = f.forward, f.setup_context, f.backward, f.vjp, f.jvp, f.vmap
+    return *methods, f.__name__, f.generate_jvp_rule, f.sharding_rule
 
 
 def _is_same(a: Any, b: Any) -> bool:
@@ -81,6 +83,7 @@ class UserMethods:
         self.has_backward = _is_defined(function.backward) or _is_defined(function.vjp)
         self.has_jvp = _is_defined(function.jvp)
         self.has_forward_mode = self.has_jvp or (self.has_backward and function.generate_jvp_rule)
+        self.sharding_rule = ShardingRule.of(self.name, function.sharding_rule)
         self.vmap: Callable[..., Any] | None = function.vmap if _is_defined(function.vmap) else None
         if self.has_jvp and function.generate_jvp_rule:
             raise RuntimeError(

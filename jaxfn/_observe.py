@@ -78,6 +78,7 @@ class Label(NamedTuple):
     name: str  # of the parameter, output or saved value
     source: str = ""  # "input", "output" or "intermediate", for a saved array
     is_packed: bool = False  # whether saved-tensor hooks have packed it
+    factors: tuple[str, ...] | None = None  # of a saved array, those of the Function's sharding rule
 
 
 def line_name(line: str) -> str:

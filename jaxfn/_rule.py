@@ -30,6 +30,7 @@ import inspect
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import compress
 from operator import or_
 from typing import Any, NamedTuple, TypeVar
@@ -54,8 +55,10 @@ from jaxfn._hooks import Hooks, pack
 from jaxfn._intermediates import Intermediates
 from jaxfn._jaxpr import needed_eqns
 from jaxfn._linearity import describe_nonlinearity, is_linear
+from jaxfn._mesh_types import match_cotangents
 from jaxfn._methods import UserMethods
 from jaxfn._observe import log_scope
+from jaxfn._parts import differentiate_on_parts, is_call_partitioned, run_on_parts
 from jaxfn._primitives import DeferredError, ErrorMap, LinearMap, bind_linear_map, guard, tie
 from jaxfn._traces import (
     NewConstants,
@@ -150,7 +153,8 @@ class _Call:
         return CallResults(outputs, intermediates)
 
     def _forward(self, arrays: Sequence[Any]) -> tuple[ForwardPass, CallResults]:
-        return run_forward(self.spec, arrays, self.tracers, self.flags, self.hooks is not None)
+        run = run_forward if self.spec.methods.sharding_rule is None else run_on_parts
+        return run(self.spec, arrays, self.tracers, self.flags, self.hooks is not None)
 
     def outputs_depend_on(self, arrays: Sequence[Any], captured: Sequence[bool]) -> bool:
         """Whether outputs depend on some of the captured tracers, or may do so."""
@@ -225,7 +229,7 @@ def call_with_rule(spec: CallSpec, arrays: Sequence[Any], hooks: Hooks | None) -
 
 def call_untraced(spec: CallSpec, arrays: Sequence[Any]) -> Any:
     """Calls `forward` on arrays of which none is traced; a derivative with respect to what it captured raises."""
-    if spec.captured()[1]:
+    if spec.captured()[1] or (spec.methods.sharding_rule is not None and is_call_partitioned(spec, arrays)):
         return call_with_rule(spec, arrays, None)
     _, _, returned = call_forward(spec, arrays, spec.inputs.unperturbed)
     if not any(map(is_traced, returned.arrays)):
@@ -356,6 +360,9 @@ def _bwd(flat: list[Any], results: CallResults) -> tuple[None, list[Any]]:
 def _pull(derivative: Differentiation, residuals: Sequence[Any], cotangents: Sequence[Any]) -> list[Any]:
     """Returns a cotangent for each array leaf of the inputs, by `backward`, or by transposing the only rule, `jvp`."""
     forward_pass = derivative.forward_pass
+    if forward_pass.rule is not None:
+        pulled = differentiate_on_parts(_pull, "backward", derivative, residuals, cotangents)
+        return match_cotangents(pulled, forward_pass.input_avals) if forward_pass.is_on_mesh else pulled
     if forward_pass.spec.methods.has_backward or not forward_pass.spec.methods.has_jvp:
         return derivative.backward(residuals, cotangents)
     push, avals = _checked_jvp(derivative, residuals)
@@ -410,7 +417,7 @@ def _jvp(primals: tuple[_Call, list[Any]], tangents: tuple[Any, list[Any]]) -> t
         moved = bind_linear_map(linear_map, (), [t for t in known if t is not None])
     elif not nonzero:
         moved = [None] * len(derivative.forward_pass.differentiable)
-    elif call.spec.methods.has_backward:
+    elif call.spec.methods.has_backward or derivative.forward_pass.rule is not None:
         operands = [*leaves, *_traces_of(arrays[: len(call.flags)])]
         moved = bind_linear_map(_DerivativeMap(derivative), operands, nonzero)
     else:
@@ -471,10 +478,14 @@ class _DerivativeMap(LinearMap):
     def apply(self, residuals: Sequence[Any], tangents: Sequence[Any]) -> list[jax.Array]:
         derivative = self._derivative
         forward_pass = derivative.forward_pass
-        if not forward_pass.spec.methods.has_jvp:
+        is_partitioned = forward_pass.rule is not None
+        if not (is_partitioned or forward_pass.spec.methods.has_jvp):
             return self._transpose_backward(residuals, tangents)
         input_tangents = replace_at(derivative.perturbed, [None] * len(forward_pass.input_avals), tangents)
-        every = derivative.jvp(residuals, input_tangents)
+        if is_partitioned:
+            every = differentiate_on_parts(_push, "jvp", derivative, residuals, input_tangents)
+        else:
+            every = derivative.jvp(residuals, input_tangents)
         results = [every[i] for i in forward_pass.differentiable]
         return [zeros_of(aval) if t is None else t for t, aval in zip(results, self.avals, strict=True)]
 
@@ -483,7 +494,8 @@ class _DerivativeMap(LinearMap):
         forward_pass = derivative.forward_pass
         nothing: list[Any] = [None] * len(forward_pass.output_avals)
         output_cotangents = replace_at(forward_pass.differentiable, nothing, cotangents)
-        pulled = derivative.backward(residuals, output_cotangents)
+        pull = derivative.backward if forward_pass.rule is None else partial(_pull, derivative)
+        pulled = pull(residuals, output_cotangents)
         return [pulled[i] for i in derivative.perturbed]
 
     def _transpose_backward(self, residuals: Sequence[Any], tangents: Sequence[Any]) -> list[jax.Array]:
@@ -507,6 +519,13 @@ class _DerivativeMap(LinearMap):
                 f"{problem} Or it is linear, and JAX has no transpose of something in it, such as a Function with "
                 f"backward alone. JAX says: {error}"
             ) from error
+
+
+def _push(derivative: Differentiation, residuals: Sequence[Any], tangents: Sequence[Any]) -> list[Any]:
+    """Returns a tangent for each array leaf of the outputs, `None` for those that have no derivative."""
+    every: list[Any] = [None] * len(derivative.forward_pass.output_avals)
+    moved = _DerivativeMap(derivative).apply(residuals, [tangents[i] for i in derivative.perturbed])
+    return replace_at(derivative.forward_pass.differentiable, every, moved)
 
 
 class _LinearityCheck(LinearMap):

@@ -5,11 +5,14 @@ from __future__ import annotations
 import inspect
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 import jax
 import numpy as np
 
 from jaxfn._check.arguments import require_numbers
+from jaxfn._check.draws import draw
+from jaxfn._check.partition import sharding_rule_problems
 from jaxfn._diagnostics import source_location
 from jaxfn._gradcheck.checks import Findings, PropertyChecks, problems_of_vmap
 from jaxfn._gradcheck.compare import Comparison, JacobianBlock
@@ -188,6 +191,11 @@ class _Check:
 
         if o.check_vmap and self.report.passed:
             self.report.problems += problems_of_vmap(self.problem, d, self.tolerance)
+        if any(function.sharding_rule is not None for function in d.functions):
+            for mode in self.modes:
+                vectors = [draw("sharding rule", i, leaf) for i, leaf in enumerate(mode.seed_leaves)]
+                run = partial(mode.derivative_of(d.call), self.problem.values, vectors)
+                self.report.problems += sharding_rule_problems(run)
 
     def _run_by_operations(self, checks: PropertyChecks) -> Findings | None:
         """Runs the checks of a small function operation by operation; returns what they found if they all passed."""

@@ -20,6 +20,7 @@ from jaxfn._check.arguments import as_function
 from jaxfn._compat import eqn_source_line, make_jaxpr, name_p
 from jaxfn._jaxpr import SubJaxpr, is_any_of, is_variable, open_jaxpr, primitives, subjaxprs
 from jaxfn._observe import OBSERVATION, Label, Observation, label_p
+from jaxfn._partition import RECORD, PartitionRecord
 from jaxfn._primitives import tie_p
 from jaxfn._reports import Report, aligned, html_table, public
 from jaxfn._torch.values.arrays import with_arrays
@@ -44,6 +45,8 @@ class Residual(NamedTuple):
       is_on_host: whether it is in host memory.
       is_duplicate: whether an earlier row has this array, which is counted once.
       location: where it is computed, as "file:line:column (function)"; "" for an argument or a constant.
+      factors: for each dimension, the factor of the Function's sharding rule by which it is split, "" for none; `None`
+        if there is no rule.
     """
 
     function: str
@@ -58,12 +61,14 @@ class Residual(NamedTuple):
     is_on_host: bool = False
     is_duplicate: bool = False
     location: str = ""
+    factors: tuple[str, ...] | None = None
 
     @property
     def notes(self) -> str:
         """The text of the table's last column."""
         notes = [*self.enclosing]
         notes += [f"is {self.argument}"] * bool(self.argument and self.argument != self.name)
+        notes += [] if self.factors is None else [f"split by {' '.join(f or '_' for f in self.factors) or 'nothing'}"]
         notes += ["packed"] * self.is_packed + ["on the host"] * self.is_on_host
         notes += ["counted above"] * self.is_duplicate + [Path(self.location).name] * bool(self.location)
         return ", ".join(notes)
@@ -338,7 +343,7 @@ class _Passes:
             trees[:] = tree, jax.tree_util.tree_structure(output)
             return outputs, saved
 
-        with OBSERVATION(Observation.LINES):
+        with RECORD(PartitionRecord()), OBSERVATION(Observation.LINES):
             self._forward, _ = open_jaxpr(jax.make_jaxpr(forward)(*(leaves[i] for i in arrays)))
         pullback_tree, output_tree = trees
         num_outputs = output_tree.num_leaves
@@ -355,7 +360,7 @@ class _Passes:
 
         outputs = self._outputs
         cotangents = [_like(v.aval) if jnp.issubdtype(v.aval.dtype, jnp.inexact) else None for v in outputs]
-        with OBSERVATION(Observation.RESIDUALS):
+        with RECORD(PartitionRecord()), OBSERVATION(Observation.RESIDUALS):
             self._backward, _ = open_jaxpr(make_jaxpr(backward, [_like(v.aval) for v in self._saved], cotangents))
 
     def rows(self) -> Iterator[Residual]:
@@ -395,7 +400,11 @@ class _Passes:
                 reader_row = row._replace(enclosing=enclosing, is_duplicate=is_duplicate)
                 if label is not None:
                     reader_row = reader_row._replace(
-                        function=label.function, name=label.name, role=label.source, is_packed=label.is_packed
+                        function=label.function,
+                        name=label.name,
+                        role=label.source,
+                        is_packed=label.is_packed,
+                        factors=label.factors,
                     )
                 yield reader_row
 

@@ -13,6 +13,7 @@ import numpy as np
 
 from jaxfn._check.arguments import Arguments
 from jaxfn._check.modes import Batching, PartialDerivative, batchings
+from jaxfn._check.partition import sharding_rule_problems
 from jaxfn._check.staging import JaxprFunction, is_same_output, stage
 from jaxfn._gradcheck.report.progress import Progress
 from jaxfn._kernelcheck.arguments import Arrays, nan_padded, resized
@@ -223,6 +224,8 @@ def shard(comparison: KernelComparison, options: CheckOptions) -> Iterator[Kerne
         kernel = replace(comparison.implementation, function=options.shard(comparison.kernel))
         results = comparison.first_results(jax.jit(kernel.run))
         yield from comparison.compare("shard", results, comparison.expected, [0], ", sharded")
+        for problem in sharding_rule_problems(lambda: comparison.first_results(comparison.implementation.run)):
+            yield comparison.message("shard", "the sharding rule", problem)
 
 
 def run_checks(

@@ -209,9 +209,8 @@ def test_the_class_and_its_objects_show_what_they_are():
     assert jaxfn.autograd_function is jaxfn.function and isinstance(mul_constant, jaxfn.function)
     names = list(inspect.signature(jaxfn.function).parameters)
     assert names[:6] == ["forward", "backward", "setup_context", "jvp", "vmap", "name"]
-    assert set(names[6:]) == {name for name, value in vars(jaxfn.Function).items() if value is False} - {
-        "_jaxfn_takes_torch_tensors"
-    }
+    flags = {name for name, value in vars(jaxfn.Function).items() if value is False} - {"_jaxfn_takes_torch_tensors"}
+    assert set(names[6:]) == {*flags, "sharding_rule"}
     assert "mul_constant(tensor, constant)" in pydoc.plain(pydoc.render_doc(mul_constant))
     assert "generate_jvp_rule" in pydoc.render_doc(jaxfn.function)
     assert "def mul_constant(ctx, tensor, constant)" in inspect.getsource(mul_constant)

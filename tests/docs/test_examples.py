@@ -138,6 +138,46 @@ def test_straight_through_hessian():
     assert results.custom_vjp_newton.losses[-1] > results.custom_vjp_newton.losses[0]
 
 
+def test_split_kernels():
+    """The attention is right on eight devices, and each kernel passes its checks, those of its sharding rule too."""
+    kernels = load_example("split_kernels", EXAMPLES / "kernels")
+    assert all(difference < 1e-4 for difference in kernels.main().values())
+    generator = np.random.default_rng(0)
+    x = generator.normal(size=(4, 6))
+    jaxfn.check(kernels.CrossEntropy.apply, (x, generator.integers(0, 6, 4)))
+    for name, inputs in {"RMSNorm": (x, x[0]), "Softmax": (x,), "QuantizeRows": (x,)}.items():
+        jaxfn.gradcheck(getattr(kernels, name).apply, inputs, check_forward_ad=True)
+    classes = [node for node in ast.parse(Path(kernels.__file__).read_text()).body if isinstance(node, ast.ClassDef)]
+    assert len(classes) == 5 and all(node.end_lineno - node.lineno < 60 for node in classes)
+
+
+@slow
+def test_split_attention():
+    """The attention is plain attention in float64, at two orders and in both modes; it saves no matrix of scores."""
+    kernels = load_example("split_kernels", EXAMPLES / "kernels")
+    generator = np.random.default_rng(0)
+    with jax.enable_x64(True):
+        args = [generator.normal(size=(2, 2, n, 4)) for n in (5, 256, 256)]
+
+        def gradient(f):
+            return jax.grad(lambda *args: kernels.loss(f, *args), (0, 1, 2))
+
+        def second(f):
+            return jax.grad(lambda *args: sum(jnp.sum(jnp.sin(g)) for g in gradient(f)(*args)), (0, 1, 2))
+
+        def along(f):
+            return lambda *args: jax.jvp(f, args, args)
+
+        for way in (along, gradient, second, lambda f: along(gradient(f))):
+            ours, theirs = way(kernels.Attention.apply)(*args), way(kernels.plain_attention)(*args)
+            for a, b in zip(jax.tree.leaves(ours), jax.tree.leaves(theirs), strict=True):
+                np.testing.assert_allclose(a, b, rtol=1e-9, atol=1e-11)
+        jaxfn.check(kernels.Attention.apply, [generator.normal(size=(2, 1, n, 2)) for n in (3, 4, 4)])
+    sizes = [[jax.ShapeDtypeStruct((1, 1, n, 16), np.float32)] * 3 for n in (256, 512)]
+    small, large = (jaxfn.residuals(kernels.Attention.apply, *shapes).total_bytes for shapes in sizes)
+    assert large == 2 * small
+
+
 def test_from_torch_trains_as_torch_does():
     results = load("from_torch").main(["--steps", "60"])
     assert results.largest_difference < 1e-3
