@@ -38,6 +38,7 @@ Bring torch code over
   explain                  show how torch code is translated
   port                     rewrite the source of torch code for JAX
   paritycheck              compare a port with the original
+  trainingcheck            compare a ported training job with the original
   record_reference            store the original's results, to compare without torch
 
 Types: reports (a module: what the checks and tools return), CheckError and its subclass GradcheckError,
@@ -65,6 +66,7 @@ if TYPE_CHECKING:
     from jaxfn._inspection.residuals import residuals
     from jaxfn._kernelcheck import kernelcheck
     from jaxfn._parity.paritycheck import paritycheck, record_reference
+    from jaxfn._parity.trainingcheck import trainingcheck
     from jaxfn._reports import CheckError
     from jaxfn._torch import TranslationError, explain, from_torch, port
     from jaxfn._torch.convert.module import ConvertedModule as ConvertedModule
@@ -73,7 +75,7 @@ __all__ = ["Function", "FunctionCtx", "VmapInfo", "autograd_function", "function
 __all__ += ["disable_saved_tensors_hooks", "save_on_host", "saved_tensors_hooks"]
 __all__ += ["CheckError", "GradcheckError", "check", "gradcheck", "gradgradcheck", "kernelcheck"]
 __all__ += ["find_nan", "logged", "residuals"]
-__all__ += ["TranslationError", "explain", "from_torch", "paritycheck", "port", "record_reference"]
+__all__ += ["TranslationError", "explain", "from_torch", "paritycheck", "port", "record_reference", "trainingcheck"]
 
 # Tools are imported at their first use, so that `import jaxfn` takes milliseconds. The last one imports torch, and is
 # not in `__all__`.
@@ -85,6 +87,7 @@ _TOOLS = {
     "jaxfn._inspection.residuals": "residuals",
     "jaxfn._kernelcheck": "kernelcheck",
     "jaxfn._parity.paritycheck": "paritycheck record_reference",
+    "jaxfn._parity.trainingcheck": "trainingcheck",
     "jaxfn._torch": "TranslationError explain from_torch port",
     "jaxfn._torch.convert.module": "ConvertedModule",
 }
