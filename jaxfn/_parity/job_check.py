@@ -47,20 +47,21 @@ Arrays = dict[str, Any]
 
 
 class _Result(NamedTuple):
-    """A row, the ratio of its error to its tolerance, and what to explain it from."""
+    """A row, the ratio of its error to its tolerance, what to explain it from, and its rank in its stage."""
 
     row: TrainingcheckRow
     excess: float
     evidence: Callable[[], Evidence] | None = None
+    rank: int = 0
 
     @property
     def is_wrong(self) -> bool:
         return self.row.verdict != "equal"
 
     @property
-    def order(self) -> tuple[int, int, float]:
+    def order(self) -> tuple[int, int, int, float]:
         """The first deviation is that of the first step, there of the first stage, and of its worst array."""
-        return self.row.step, STAGES.index(self.row.stage), -self.excess
+        return self.row.step, STAGES.index(self.row.stage), self.rank, -self.excess
 
 
 class _Layouts:
@@ -157,6 +158,7 @@ class TrainingCheck:
         layouts = _Layouts(self._port)
         port = _PortStep(layouts, before, 0)
         state = jax.jit(self._optimizer.init)(port.parameters)
+        state = tree_map(_with_long_count, state) if record.is_double else state
         self._find_rounding(port, state)
         for number, step in enumerate(record.steps):
             batches = record.batches[number * record.accumulate :][: record.accumulate]
@@ -217,20 +219,19 @@ class TrainingCheck:
         gradients: list[Any] = []
         buffers = port.buffers
         for batch, expected in zip(batches, step.terms, strict=True):
-            gradient, terms, new = self._gradient(port.parameters, buffers, batch)
-            self._check_terms(port, step, (buffers, batch), terms, expected)
+            gradient, terms, buffers = self._gradient(port.parameters, buffers, batch)
+            self._check_terms(port, step, batch, terms, expected)
             gradients.append(gradient)
-            buffers = new
         gradient = _mean(gradients)
         updates, after = self._update(gradient, state, port.parameters)
         named, changes = port.named(gradient), port.named(updates)
-        self._check_gradients(port, step, named, changes)
+        self._check_gradients(port, step, batches[0], named, changes)
         self._check_extra(port, gradient, updates)
         results = self._of_optimizer(port, step, named, changes, after)
         if any(result.is_wrong for result in results):
             norm = self._clipping_norm(gradient, state, port.parameters) * step.norm
             expected = float(self._record.max_norm or 0.0) if step.clipped else np.inf
-            evidence = partial(self._evidence, port, step, "", named, norm, expected)
+            evidence = partial(self._evidence, port, step, batches[0], "", named, norm, expected)
             self._keep(self._result("clipping", "norm", port.number, norm, expected, _COARSE * step.norm, evidence))
         for result in results:
             self._keep(result)
@@ -278,39 +279,43 @@ class TrainingCheck:
             self._results[key] = result
 
     def _evidence(
-        self, port: _PortStep, step: TrainingStep, name: str, gradients: Any, ours: Any, expected: Any
-    ) -> Any:
+        self,
+        port: _PortStep,
+        step: TrainingStep,
+        batch: Any,
+        name: str,
+        gradients: Any,
+        ours: Any,
+        expected: Any,
+        key: str = "",
+    ) -> Evidence:
+        def terms(batch: Any) -> Any:
+            return self._terms(port.parameters, port.buffers, batch)[0]
+
         before = np.asarray(port.before.get(name, 0.0))
         is_frozen = name in self._record.frozen
-        return Evidence(name, step, np.asarray(ours), np.asarray(expected), gradients, is_frozen, before)
+        last = self._record.steps[port.number - 1].state.get(key) if port.number else None
+        state = None if last is None else port.expected(last)[name]
+        ours, expected = np.asarray(ours), np.asarray(expected)
+        return Evidence(name, step, ours, expected, gradients, is_frozen, before, state, batch, terms)
 
     def _check_terms(
-        self, port: _PortStep, step: TrainingStep, arguments: tuple[Any, Any], ours: Arrays, expected: dict[str, float]
+        self, port: _PortStep, step: TrainingStep, batch: Any, ours: Arrays, expected: dict[str, float]
     ) -> None:
-        buffers, batch = arguments
         # What may cancel in a loss is of the size of its derivative by the logarithms of the parameters.
         sizes = [float(np.sum(abs(g * np.asarray(port.before[name])))) for name, g in step.gradients.items()]
         noise = self._usual * sum(sizes) * self._record.accumulate
-
-        def evidence(name: str) -> Evidence:
-            def terms(batch: Any) -> Any:
-                return self._terms(port.parameters, buffers, batch)[0]
-
-            found = self._evidence(port, step, name, {}, ours[name], expected[name])
-            return replace(found, batch=batch, terms=terms)
-
         for name in {**expected, **ours}:
             if name in ours and name in expected:
-                explain = partial(evidence, name)
-                self._keep(
-                    self._result("loss", name, port.number, ours[name], np.array(expected[name]), noise, explain)
-                )
+                evidence = partial(self._evidence, port, step, batch, name, {}, ours[name], expected[name])
+                torch = np.array(expected[name])
+                self._keep(self._result("loss", name, port.number, ours[name], torch, noise, evidence))
             else:
                 verdict = "extra" if name in ours else "missing"
                 self._keep(_Result(TrainingcheckRow("loss", name, port.number, verdict=verdict), np.inf))
 
     def _check_gradients(
-        self, port: _PortStep, step: TrainingStep, ours: dict[str, Array], changes: dict[str, Array]
+        self, port: _PortStep, step: TrainingStep, batch: Any, ours: dict[str, Array], changes: dict[str, Array]
     ) -> None:
         sizes = [float(abs(x).max(initial=0)) for x in step.gradients.values() if x.any()] or [0.0]
         noise = _NOISE * self._usual * min(max(sizes), _LARGER * float(np.median(sizes)))
@@ -318,7 +323,7 @@ class TrainingCheck:
             name: np.zeros_like(ours[name]) for name in self._record.frozen if name in ours and changes[name].any()
         }
         for name, gradient in expected.items():
-            evidence = partial(self._evidence, port, step, name, ours, ours[name], gradient)
+            evidence = partial(self._evidence, port, step, batch, name, ours, ours[name], gradient)
             result = self._result("gradient", name, port.number, ours[name], gradient, noise, evidence)
             if name in self._port.lost and gradient.any():
                 result = _Result(replace(result.row, verdict="missing"), np.inf)
@@ -345,18 +350,18 @@ class TrainingCheck:
         groups, counts = _arrays_of_state(port.parameters, state)
         results: list[_Result] = []
 
-        def compare(stage: str, name: str, what: str, ours: Any, expected: Any, noise: Any) -> _Result:
+        def compare(stage: str, name: str, ours: Any, expected: Any, noise: Any = 0.0, key: str = "") -> _Result:
             noise = noise + _GROWTH * relative.get(name, 0.0) * np.max(abs(expected), initial=0.0)
-            evidence = partial(self._evidence, port, step, name, gradients, ours, expected)
-            return self._result(stage, what, number, ours, expected, noise, evidence)
+            evidence = partial(self._evidence, port, step, None, name, gradients, ours, expected, key)
+            return self._result(stage, f"{key} of {name}" if key else name, number, ours, expected, noise, evidence)
 
-        for key, arrays in step.state.items():
+        for rank, (key, arrays) in enumerate(step.state.items()):
             expected = port.expected(arrays)
             candidates = [
-                [compare("optimizer", name, f"{key} of {name}", ours[name], expected[name], 0.0) for name in arrays]
+                [compare("optimizer", name, ours[name], expected[name], key=key) for name in arrays]
                 for ours in map(port.named, groups)
             ]
-            results += min(candidates, key=_unlikeness, default=[])
+            results += [result._replace(rank=rank) for result in min(candidates, key=_unlikeness, default=[])]
         if step.count >= 0 and counts:
             nearest = min(counts, key=lambda count: abs(count - step.count))
             results.append(self._result("optimizer", "step", number, np.array(nearest), np.array(step.count)))
@@ -365,7 +370,7 @@ class TrainingCheck:
         for name in [*step.parameters, *self._record.frozen]:
             if name in changes and name not in self._port.lost:
                 rounding = _ULPS * self._eps * abs(np.asarray(port.before[name]))
-                results.append(compare("parameters", name, name, changes[name], expected[name], rounding))
+                results.append(compare("parameters", name, changes[name], expected[name], rounding))
         return results
 
     def _check_buffers(self, port: _PortStep, step: TrainingStep, buffers: Any) -> None:
@@ -380,9 +385,9 @@ class TrainingCheck:
 
 def _unlikeness(results: Sequence[_Result]) -> tuple[int, float]:
     """Returns how many arrays are wrong, and how far they are from being proportional to the right ones."""
-    found = [result.evidence() for result in results if result.evidence]
+    found = [result.evidence() for result in results if result.is_wrong and result.evidence]
     distances = [fit(e.ours, e.expected)[1] / (np.linalg.norm(e.ours) or 1.0) for e in found]
-    return sum(result.is_wrong for result in results), float(sum(distances))
+    return len(found), float(sum(distances))
 
 
 @jax.jit
@@ -395,6 +400,12 @@ def _to_jax(tree: Any) -> Any:
         return jnp.asarray(leaf) if is_array_leaf(leaf) else leaf
 
     return tree_map(converted, tree)
+
+
+def _with_long_count(leaf: Any) -> Any:
+    """Returns a count with 64 bits: of one with 32 bits, JAX computes the fractions that schedules take in float32."""
+    is_count = is_array_leaf(leaf) and leaf.dtype == np.int32 and leaf.shape == ()
+    return leaf.astype(np.int64) if is_count else leaf
 
 
 def _with_dtype_of(like: Any, array: Any) -> Any:

@@ -16,6 +16,7 @@ from jaxfn._parity.inputs import Array
 from jaxfn._parity.job_record import TrainingStep
 
 _CLOSE = 1e-6  # the relative error of a number that counts as explained
+_UNEXPLAINED = 0.05  # the part of the difference of two arrays that an explanation may leave
 _SENSITIVE = 0.1  # relative to the largest effect of an epsilon
 _SPREAD = 0.2
 _IGNORED = -100  # the label that torch's losses ignore
@@ -32,7 +33,9 @@ class Evidence:
       gradients: all gradients of the port.
       is_frozen: whether torch has frozen the parameter.
       before: the parameter before the step.
-      batch, terms: the batch whose loss deviates, and what returns the terms of the port's loss for a batch.
+      state: of the optimizer's state, torch's array before the step.
+      batch: of losses and gradients, a batch for which they deviate.
+      terms: the function that returns the terms of the port's loss for a batch.
     """
 
     name: str
@@ -42,8 +45,9 @@ class Evidence:
     gradients: Mapping[str, Array]
     is_frozen: bool
     before: Array
-    batch: Any = None
-    terms: Callable[[Any], Any] | None = None
+    state: Array | None
+    batch: Any
+    terms: Callable[[Any], Any]
 
 
 def looks_like(stage: str, evidence: Evidence) -> str:
@@ -52,36 +56,44 @@ def looks_like(stage: str, evidence: Evidence) -> str:
 
 
 def _loss(found: Evidence) -> str:
-    assert found.terms is not None
     ours, expected = float(found.ours), float(found.expected)
     leaves = tree_flatten_with_path(found.batch)
-    staged = stage(found.terms, found.batch)
-    if any(eqn.primitive.name.startswith(("random_", "threefry")) for eqn in staged.eqns):
-        return "the port draws random numbers, as dropout does"
     for text, factor in _factors([x for _, x in leaves[0]]):
         if _is_close(ours, factor * expected):
             return f"{ours / expected:.4g} times torch's: {text}"
-    _, needed = needed_eqns(staged.jaxpr, staged.jaxpr.outvars)
-    unused = [keystr(p) for (p, _), v in zip(leaves[0], staged.jaxpr.invars, strict=True) if v not in needed]
-    if unused:
-        return f"the port does not use {', '.join(unused)} of the batch"
+    if text := _use_of_batch(found):
+        return text
     for path, changed, text in _changed_batches(leaves):
         if _is_close(float(found.terms(changed)[found.name]), expected):
             return f"it agrees with {path} of the batch {text}"
     return ""
 
 
+def _use_of_batch(found: Evidence) -> str:
+    """Says whether the port draws random numbers, or does not use an array of the batch."""
+    staged = stage(found.terms, found.batch)
+    if any(eqn.primitive.name.startswith(("random_", "threefry")) for eqn in staged.eqns):
+        return "the port draws random numbers, as dropout does"
+    _, needed = needed_eqns(staged.jaxpr, staged.jaxpr.outvars)
+    paths = [keystr(path) for path, _ in tree_flatten_with_path(found.batch)[0]]
+    unused = [path for path, v in zip(paths, staged.jaxpr.invars, strict=True) if v not in needed]
+    return f"the port does not use {', '.join(unused)} of the batch" if unused else ""
+
+
 def _factors(arrays: Sequence[Any]) -> Iterator[tuple[str, float]]:
     """Yields factors of a loss, with what they mean."""
     yield "the sign", -1.0
-    counts: dict[float, None] = {}
+    masks: list[float] = []
+    sizes: list[float] = []
     for array in map(np.asarray, arrays):
-        counts |= dict.fromkeys([float(n) for n in np.cumprod(array.shape)] + [float(n) for n in array.shape])
+        sizes += [*np.cumprod(array.shape), *array.shape]
+        if array.ndim > 1:  # a loss of the next words has one less than there are
+            sizes.append(array.shape[0] * (array.shape[1] - 1))
         if array.dtype.kind in "bi":
-            counts |= dict.fromkeys([float(array.sum()), float((array != _IGNORED).sum())])
+            masks += [array.sum(), (array != _IGNORED).sum()]
         elif np.isin(array, (0, 1)).all():
-            counts[float(array.sum())] = None
-    numbers = [n for n in counts if n > 1]
+            masks.append(array.sum())
+    numbers = [float(n) for n in dict.fromkeys(masks + sizes) if n > 1]
     for n in numbers:
         yield f"a sum where torch has a mean over {n:g}", n
         yield f"a mean over {n:g} where torch has a sum", 1 / n
@@ -114,11 +126,11 @@ def _gradient(found: Evidence) -> str:
     if not found.ours.any():
         return "zero in the port: stop_gradient, or a constant"
     factor = _factor(found.ours, found.expected)
-    if factor is not None and all(
-        _factor(found.gradients[name], g) in (None, factor) for name, g in found.step.gradients.items()
-    ):
+    known = found.step.gradients
+    wrong = [name for name, x in known.items() if np.linalg.norm(found.gradients[name] - x) > _CLOSE * found.step.norm]
+    if factor is not None and all(_factor(found.gradients[name], known[name]) == factor for name in wrong):
         return f"{factor:.4g} times torch's, while the losses agree"
-    return (
+    return _use_of_batch(found) or (
         "the losses agree: something is constant in one library (stop_gradient, detach) that the other differentiates"
     )
 
@@ -132,7 +144,17 @@ def _state(found: Evidence) -> str:
     if not found.name:
         return "the optimizer counts other steps"
     factor = _factor(found.ours, found.expected)
-    return "" if factor is None else f"{factor:.4g} times torch's: another decay rate of the average"
+    if factor is not None:
+        return f"{factor:.4g} times torch's: another decay rate of the average, or a sum of accumulated gradients"
+    difference = found.ours - found.expected
+    if found.state is not None and (rate := _multiple(difference, found.state)) is not None:
+        return f"it differs by {rate:.4g} times its last value: another decay rate of the average"
+    if (decay := _multiple(difference, found.before)) is not None:
+        return (
+            f"it differs by {decay:.4g} times the parameter: weight decay, in one library a part of the gradient "
+            "(optax.add_decayed_weights before the optimizer), in the other not (optax.adamw)"
+        )
+    return ""
 
 
 def _change(found: Evidence) -> str:
@@ -141,9 +163,10 @@ def _change(found: Evidence) -> str:
     factor = _factor(found.ours, found.expected)
     if factor is not None:
         return f"its change is {factor:.4g} times torch's: another learning rate, schedule or bias correction"
-    decay, rest = fit(found.ours - found.expected, found.before)
-    if rest <= _CLOSE * np.linalg.norm(found.ours):
-        return f"its change differs by {decay:.4g} times the parameter: weight decay"
+    if (decay := _multiple(found.ours - found.expected, found.before)) is not None:
+        return (
+            f"its change differs by {decay:.4g} times the parameter: weight decay (`weight_decay` and `mask` of optax)"
+        )
     return _epsilon(found)
 
 
@@ -152,17 +175,30 @@ def _epsilon(found: Evidence) -> str:
     size = abs(found.step.gradients[found.name])
     with np.errstate(all="ignore"):
         ratio = abs(found.expected / found.ours)
-        for text, epsilon in (("", (ratio - 1) * size), (" inside the root", (ratio**2 - 1) * size**2)):
+        for text, epsilon in (
+            ("", (ratio - 1) * size),
+            (" inside the root (`eps_root`, or `eps_in_sqrt`, of optax)", (ratio**2 - 1) * size**2),
+        ):
             known = epsilon[abs(ratio - 1) > _SENSITIVE * np.nanmax(abs(ratio - 1))]
             if known.size and np.ptp(known) < _SPREAD * abs(known).max():
                 return f"another epsilon{text}, larger by about {np.median(known):.1g} for the unaveraged gradient"
+    order = np.argsort(size, axis=None)
+    errors = np.ravel(abs(found.ours - found.expected))[order][np.ravel(size)[order] > _CLOSE * size.max(initial=0)]
+    if errors.size > 1 and (np.diff(errors) <= _SPREAD * errors[:-1]).all():
+        return "it differs more where the gradient is smaller: another epsilon"
     return ""
 
 
 def _factor(ours: Array, expected: Array) -> float | None:
     """Returns the constant factor between two arrays, if there is one."""
-    factor, rest = fit(ours, expected)
-    return float(f"{factor:.6g}") if rest <= _CLOSE * np.linalg.norm(ours) and ours.any() else None
+    multiple = _multiple(ours - expected, expected)
+    return None if multiple is None else float(f"{1 + multiple:.4g}")
+
+
+def _multiple(difference: Array, basis: Array) -> float | None:
+    """Returns the multiple of an array that is nearly a difference, if there is one."""
+    multiple, rest = fit(difference, basis)
+    return multiple if rest < _UNEXPLAINED * np.linalg.norm(difference) else None
 
 
 def fit(array: Array, basis: Array) -> tuple[float, float]:

@@ -51,7 +51,8 @@ def test_docstring_examples(name):
 def test_there_are_docstring_examples():
     names = "Function FunctionCtx function autograd_function once_differentiable gradcheck gradgradcheck GradcheckError"
     hooks = "saved_tensors_hooks save_on_host disable_saved_tensors_hooks"
-    for name in (*names.split(), *hooks.split(), "from_torch", "explain", "port", "paritycheck", "record_reference"):
+    torch_tools = "from_torch explain port paritycheck trainingcheck record_reference"
+    for name in (*names.split(), *hooks.split(), *torch_tools.split()):
         doc = getattr(jaxfn, name).__doc__
         assert ">>>" in doc and "Torch counterpart" in doc, name
 

@@ -282,9 +282,9 @@ def test_a_layer_of_equinox():
 
 
 @slow
-@pytest.mark.parametrize("name", ["train", "port", "kernel", "wrong_gradient", "memory"])
+@pytest.mark.parametrize("name", ["train", "port", "kernel", "wrong_gradient", "memory", "training_job"])
 def test_journeys(name):
-    if name == "port":
+    if name in ("port", "training_job"):
         pytest.importorskip("torch")
     module = import_module(f"examples.journeys.{name}")
     results = module.main()
@@ -294,6 +294,11 @@ def test_journeys(name):
         assert results.parity and results.losses[-1] < 0.5 * results.losses[0] and results.difference < 1e-4
     elif name == "kernel":
         assert results[0] and "scales" in results[1].failed_checks
+    elif name == "training_job":
+        assert results.right and not results.right.notes
+        where = [(report.step, report.stage) for report in results[1:]]
+        assert where == [(0, "gradient"), (3, "parameters")]
+        assert results.trained_reference.name.startswith("reference.")
     elif name == "wrong_gradient":
         assert results[0].mismatches[0].mistake.startswith("off-diagonal") and results[1].function == "norm"
     else:
