@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import torch
-import torch.nn.functional as F
+from torch.nn import functional
 
 import jaxfn
 
@@ -39,7 +39,7 @@ class LanguageModel(torch.nn.Module):
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         x = self.embed(tokens)
-        y = F.scaled_dot_product_attention(self.q(x), self.k(x), self.v(x), is_causal=True)
+        y = functional.scaled_dot_product_attention(self.q(x), self.k(x), self.v(x), is_causal=True)
         return self.norm(x + y) @ self.embed.weight.T
 
 
@@ -64,7 +64,7 @@ def torch_loss(module: Preference, batch: dict[str, torch.Tensor]) -> torch.Tens
 
     with torch.no_grad():
         reference = margin(module.reference)
-    return -F.logsigmoid(BETA * (margin(module.policy) - reference)).mean()
+    return -functional.logsigmoid(BETA * (margin(module.policy) - reference)).mean()
 
 
 def torch_optimizer(parameters: list[torch.nn.Parameter]) -> torch.optim.Optimizer:

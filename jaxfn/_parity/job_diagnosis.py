@@ -1,4 +1,4 @@
-"""What the first deviation of a training job looks like, in words; "" where nothing is known."""
+"""Descriptions of the first deviation of a training job, as text; "" where nothing is known."""
 
 from __future__ import annotations
 
@@ -131,7 +131,8 @@ def _gradient(found: Evidence) -> str:
     if factor is not None and all(_factor(found.gradients[name], known[name]) == factor for name in wrong):
         return f"{factor:.4g} times torch's, while the losses agree"
     return _use_of_batch(found) or (
-        "the losses agree: something is constant in one library (stop_gradient, detach) that the other differentiates"
+        "the losses agree: something is constant in one library (stop_gradient, detach) that the other differentiates, "
+        "or they agree for these parameters alone"
     )
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -126,9 +126,9 @@ class TorchJob:
         before = arrays_of(parameters), arrays_of(frozen | dict(module.named_buffers()))
         random_state = torch.get_rng_state()
         steps: list[TrainingStep] = []
-        for group in groups_of(batches, self.accumulate):
+        for start in range(0, len(batches), self.accumulate):
             optimizer.zero_grad()
-            terms = [self._backward(module, batch) for batch in group]
+            terms = [self._backward(module, batch) for batch in batches[start : start + self.accumulate]]
             gradients = {name: _gradient(x) for name, x in parameters.items()}
             norm, clipped = float(np.sqrt(sum(np.sum(abs(g) ** 2) for g in gradients.values()))), False
             if self.max_norm is not None:
@@ -175,12 +175,6 @@ def terms_of(loss: Any, what: str) -> dict[str, Any]:
                 f"trainingcheck: {what} has to return a scalar or a dict of scalars; its term {name!r} is {found}"
             )
     return terms
-
-
-def groups_of(batches: Sequence[Any], accumulate: int) -> Iterator[Sequence[Any]]:
-    """Yields the batches of each step."""
-    for start in range(0, len(batches), accumulate):
-        yield batches[start : start + accumulate]
 
 
 def _to_torch(leaf: Any) -> Any:

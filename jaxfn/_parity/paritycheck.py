@@ -188,7 +188,7 @@ def record_reference(
       inputs: The arguments, arrays and Python values that JSON supports; of a training job, its batches.
       path: The file, usually `*.npz`. It has inputs, outputs, gradients, second derivatives and versions, and no
         pickles. For a module it has its parameters, buffers and the values between its layers too; for a training job,
-        all that `trainingcheck` compares. It has a checksum, so that a changed file is refused.
+        all that `trainingcheck` compares. It has a checksum, and a changed file raises.
       module, optimizer, scheduler, max_norm, accumulate: A training job, as in `trainingcheck`; `optimizer` is torch's.
 
     Raises:

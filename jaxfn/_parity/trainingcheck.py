@@ -66,8 +66,8 @@ def trainingcheck(
 
     Raises:
       CheckError: A step deviates.
-      ImportError: torch is not installed, and `torch_loss` is no file.
-      ValueError: The file cannot be read or was changed, or the batches are no whole number of steps.
+      ImportError: torch is not installed, and `torch_loss` is not a file.
+      ValueError: The file cannot be read or was changed, or the number of batches is not a multiple of `accumulate`.
 
     Examples:
       >>> import jax.numpy as jnp, numpy as np, optax, torch, jaxfn
@@ -127,8 +127,8 @@ def record_training(
 
     Raises:
       ImportError: torch is not installed.
-      TypeError: `module` is no torch module, or `optimizer` is no function.
-      ValueError: The batches are no whole number of steps.
+      TypeError: `module` is not a torch module, or `optimizer` not a function.
+      ValueError: There are no batches, or their number is not a multiple of `accumulate`.
     """
     torch = import_torch(what)
     require_numbers(what, max_norm=max_norm, accumulate=accumulate)

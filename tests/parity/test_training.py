@@ -6,7 +6,6 @@ import sys
 import textwrap
 from functools import partial
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
@@ -290,7 +289,7 @@ def ports():
 
 
 @row("H7b", "H7")
-def test_a_changed_file_is_refused(recorded):
+def test_a_changed_file_raises(recorded):
     port = ports()
     with np.load(recorded / "job.npz") as file:
         content = dict(file)

@@ -16,8 +16,8 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import torch
-import torch.nn.functional as F
 from torch import nn
+from torch.nn import functional
 
 BATCH, LENGTH, WIDTH, WORDS, IGNORED = 3, 5, 6, 11, -100
 BETA, GAMMA, LAMBDA, CLIP = 0.5, 0.97, 0.9, 0.2
@@ -85,7 +85,7 @@ class CNN(Body):
         super().__init__(conv=nn.Conv1d(WIDTH, WIDTH, 3, bias=False), norm=nn.BatchNorm1d(WIDTH), out=linear())
 
     def forward(self, tokens):
-        x = self.conv(F.pad(self.embed(tokens).mT, (2, 0)))
+        x = self.conv(functional.pad(self.embed(tokens).mT, (2, 0)))
         return self.out(torch.relu(self.norm(x)).mT)
 
 
@@ -120,9 +120,9 @@ class Transformer(Body):
         x = self.embed(tokens)
         y = self.norm(x)
         q, k, v = (f(y).unflatten(-1, (HEADS, -1)).transpose(1, 2) for f in (self.q, self.k, self.v))
-        y = F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2)
+        y = functional.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2)
         x = x + self.o(y)
-        return x + self.fc2(F.gelu(self.fc1(x)))
+        return x + self.fc2(functional.gelu(self.fc1(x)))
 
 
 def load_transformer(arrays):
@@ -209,7 +209,7 @@ class Mixer(Body):
     def forward(self, tokens):
         x = self.embed(tokens)
         x = x + self.tokens(x.mT).mT
-        return x + self.fc2(F.silu(self.fc1(x)))
+        return x + self.fc2(functional.silu(self.fc1(x)))
 
 
 def mixer(p, s, tokens, is_training, wrong):
@@ -246,7 +246,7 @@ class Gated(Body):
     def forward(self, tokens):
         x = self.embed(tokens)
         y = self.norm(x + mean_before(x))
-        return x + self.down(F.silu(self.gate(y)) * self.up(y))
+        return x + self.down(functional.silu(self.gate(y)) * self.up(y))
 
 
 def load_gated(arrays):
@@ -268,7 +268,7 @@ class LinearAttention(Body):
 
     def forward(self, tokens):
         x = self.embed(tokens)
-        q, k, v = F.elu(self.q(x)) + 1, F.elu(self.k(x)) + 1, self.v(x)
+        q, k, v = functional.elu(self.q(x)) + 1, functional.elu(self.k(x)) + 1, self.v(x)
         states = torch.einsum("btd,bte->btde", k, v).cumsum(1)
         return x + torch.einsum("btd,btde->bte", q, states) / (q * k.cumsum(1)).sum(-1, keepdim=True)
 
@@ -309,7 +309,7 @@ class Depthwise(Body):
 
     def forward(self, tokens):
         x = self.embed(tokens)
-        return torch.sigmoid(self.gate(x)) * self.conv(F.pad(x.mT, (2, 0))).mT
+        return torch.sigmoid(self.gate(x)) * self.conv(functional.pad(x.mT, (2, 0))).mT
 
 
 def load_depthwise(arrays):
@@ -464,7 +464,7 @@ def chosen(logp, words):
 
 def torch_sft(model, batch):
     logits, labels = model(batch["tokens"])[:, :-1], batch["labels"][:, 1:]
-    return F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=IGNORED)
+    return functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=IGNORED)
 
 
 def sft(port, p, s, batch):
@@ -494,7 +494,7 @@ class Preference(nn.Module):
         with torch.no_grad():
             reference = logp(self.reference)
         better, worse = (logp(self.policy) - reference).chunk(2)
-        return -F.logsigmoid(BETA * (better - worse)).mean()
+        return -functional.logsigmoid(BETA * (better - worse)).mean()
 
 
 def dpo(port, p, s, batch):
