@@ -21,8 +21,8 @@ from torch.nn import functional
 
 import jaxfn
 
-WORDS, WIDTH, LENGTH, PAIRS, STEPS, WARM_UP = 12, 8, 6, 4, 12, 3
-BETA, RATE, DECAY, MAX_NORM = 0.5, 0.03, 0.1, 1.0
+WORDS, WIDTH, LENGTH, PAIRS, STEPS, WARM_UP = 12, 8, 6, 4, 14, 3
+BETA, RATE, COOLING, DECAY, MAX_NORM = 0.5, 4e-3, 0.7, 0.1, 1.0
 
 
 # The job in torch.
@@ -75,7 +75,7 @@ def torch_optimizer(parameters: list[torch.nn.Parameter]) -> torch.optim.Optimiz
 
 def torch_schedule(optimizer: torch.optim.Optimizer) -> Any:
     def factor(step: int) -> float:
-        return (step + 1) / WARM_UP if step < WARM_UP else 0.5 * (1 + np.cos(np.pi * (step - WARM_UP + 1) / STEPS))
+        return (step + 1) / WARM_UP if step < WARM_UP else COOLING ** (step - WARM_UP + 1)
 
     return torch.optim.lr_scheduler.LambdaLR(optimizer, factor)
 
@@ -144,8 +144,7 @@ def decays(p: Params) -> Any:
 
 
 def schedule(step: Any) -> Any:
-    cosine = 0.5 * (1 + jnp.cos(jnp.pi * (step - WARM_UP + 1) / STEPS))
-    return RATE * jnp.where(step < WARM_UP, (step + 1) / WARM_UP, cosine)
+    return RATE * jnp.where(step < WARM_UP, (step + 1) / WARM_UP, COOLING ** (step - WARM_UP + 1))
 
 
 def constant(step: Any) -> Any:  # the second mistake: no decay after warming up
