@@ -14,7 +14,7 @@ import numpy as np
 import jaxfn
 
 FOLDER = Path(__file__).parents[1] / "docs" / "pictures"
-JOURNEYS = ("train", "port", "kernel", "wrong_gradient", "memory")
+JOURNEYS = ("train", "port", "kernel", "wrong_gradient", "memory", "training_job")
 
 
 def surrogate() -> Any:

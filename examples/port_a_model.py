@@ -3,8 +3,8 @@
     pip install "jaxfn[torch]" flax
     python examples/port_a_model.py
 
-The port has its channels last, and `load` returns its state from torch's arrays. `jaxfn.paritycheck` compares outputs,
-the gradient of every parameter, and three steps of gradient descent. Then the port is changed by one mistake, and the
+The port has its channels last, and `load` returns its state from torch's arrays. `jaxfn.paritycheck` compares outputs
+and the gradient of every parameter. Then the port is changed by one mistake, and the
 check says in which layer it is, by its name in torch.
 """
 
@@ -109,7 +109,7 @@ def main() -> Results:
             return nnx.state(load(Port(nnx.Rngs(0), **mistake), arrays))
 
         graphdef = nnx.graphdef(Port(nnx.Rngs(0), **mistake))
-        return jaxfn.paritycheck(apply, original, [images], load=load_state, steps=3, raise_exception=False)
+        return jaxfn.paritycheck(apply, original, [images], load=load_state, raise_exception=False)
 
     results = Results(check(), check(epsilon=1e-6), check(is_approximate=True))
     print(results.right)

@@ -40,6 +40,7 @@ Bring torch code over
   explain                  show how torch code is translated
   port                     rewrite the source of torch code for JAX
   paritycheck              compare a port with the original
+  trainingcheck            compare a ported training job with the original
   record_reference         store the original's results, to compare without torch
 
 Types: reports (a module: what the checks and tools return), CheckError and its subclass GradcheckError,
@@ -59,7 +60,7 @@ from jaxfn._hooks import disable_saved_tensors_hooks, save_on_host, saved_tensor
 from jaxfn._once_differentiable import once_differentiable
 from jaxfn._sharding_rule import ShardingRule
 from jaxfn._version import __version__ as __version__
-from jaxfn._vmap_method import VmapInfo
+from jaxfn._vmap_method import VmapInfo as VmapInfo
 
 if TYPE_CHECKING:
     from jaxfn._gradcheck import GradcheckError, check, gradcheck, gradgradcheck
@@ -68,19 +69,20 @@ if TYPE_CHECKING:
     from jaxfn._inspection.residuals import residuals
     from jaxfn._kernelcheck import kernelcheck
     from jaxfn._parity.paritycheck import paritycheck, record_reference
+    from jaxfn._parity.trainingcheck import trainingcheck
     from jaxfn._reports import CheckError
     from jaxfn._torch import TranslationError, explain, from_torch, port
     from jaxfn._torch.convert.module import ConvertedModule as ConvertedModule
 
-__all__ = ["Function", "FunctionCtx", "ShardingRule", "VmapInfo"]
+__all__ = ["Function", "FunctionCtx", "ShardingRule"]
 __all__ += ["autograd_function", "from_custom_vjp", "function", "once_differentiable"]
 __all__ += ["disable_saved_tensors_hooks", "save_on_host", "saved_tensors_hooks"]
 __all__ += ["CheckError", "GradcheckError", "check", "gradcheck", "gradgradcheck", "kernelcheck"]
 __all__ += ["find_nan", "logged", "residuals"]
-__all__ += ["TranslationError", "explain", "from_torch", "paritycheck", "port", "record_reference"]
+__all__ += ["TranslationError", "explain", "from_torch", "paritycheck", "port", "record_reference", "trainingcheck"]
 
-# Tools are imported at their first use, so that `import jaxfn` takes milliseconds. The last one imports torch, and is
-# not in `__all__`.
+# Tools are imported at their first use, so that `import jaxfn` takes milliseconds. The last two, for annotations, are
+# not in `__all__`; `ConvertedModule` imports torch.
 _TOOLS = {
     "jaxfn._gradcheck": "GradcheckError check gradcheck gradgradcheck",
     "jaxfn._reports": "CheckError",
@@ -89,7 +91,9 @@ _TOOLS = {
     "jaxfn._inspection.residuals": "residuals",
     "jaxfn._kernelcheck": "kernelcheck",
     "jaxfn._parity.paritycheck": "paritycheck record_reference",
+    "jaxfn._parity.trainingcheck": "trainingcheck",
     "jaxfn._torch": "TranslationError explain from_torch port",
+    "jaxfn._vmap_method": "VmapInfo",
     "jaxfn._torch.convert.module": "ConvertedModule",
 }
 _MODULES = {name: module for module, names in _TOOLS.items() for name in names.split()}
@@ -143,5 +147,5 @@ if not TYPE_CHECKING:  # to which every name would exist
 
 
 def __dir__() -> list[str]:
-    names = {*__all__, *_MODULES} if find_spec("torch") else __all__  # help() reads the value of each
-    return sorted([*names, "reports", "__version__"])
+    without_torch = set[str]() if find_spec("torch") else {"ConvertedModule"}  # help() reads the value of each
+    return sorted([*{*__all__, *_MODULES} - without_torch, "reports", "__version__"])

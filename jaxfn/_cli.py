@@ -24,6 +24,7 @@ _EXAMPLES = """examples:
   jaxfn kernelcheck my_kernels:softmax jax.nn:softmax --example "float32[4,7]"
   jaxfn paritycheck my_port:Linear their_package:Linear --example "float32[2,3], float32[4,3]"
   jaxfn paritycheck my_port:Linear linear.npz
+  jaxfn trainingcheck my_port:loss job.npz --load my_port:load --optimizer my_port:optimizer
   jaxfn find_nan my_package.training:loss --example my_package.training:batch
   jaxfn explain their_package:Linear --example "float32[2,3], float32[4,3]"
   jaxfn port their_package:FocalLoss --example "float32[5,3], int64[5,3] < 2, 2.0" -o focal_loss.py
@@ -96,9 +97,16 @@ def _parser() -> argparse.ArgumentParser:
     parity = _command(commands, "paritycheck", _paritycheck, "compare a port with its torch original")
     parity.add_argument("function", help="module:name of the port")
     parity.add_argument("reference", help="module:name of the torch Function, function or module, or a recorded file")
-    parity.add_argument("--load", help="module:name of the function from a torch module's arrays to the parameters")
+    parity_load = "module:name of the function from a torch module's arrays to the parameters"
+    parity.add_argument("--load", help=parity_load)
     parity.add_argument("--has-buffers", action="store_true", help="--load returns (parameters, buffers)")
     _add_example(parity)
+    training = _command(commands, "trainingcheck", _trainingcheck, "compare a training job with a recorded one")
+    training.add_argument("function", help="module:name of the loss")
+    training.add_argument("reference", help="the file that jaxfn.record_reference wrote of torch's job")
+    training.add_argument("--load", required=True, help=parity_load)
+    training.add_argument("--optimizer", required=True, help="module:name of an optax optimizer")
+    training.add_argument("--has-buffers", action="store_true", help="--load returns (parameters, buffers)")
     residuals = _command(commands, "residuals", _residuals, "list what reverse mode saves for the backward pass")
     find_nan = _command(commands, "find_nan", _find_nan, "find where a NaN or an infinity first appears")
     for inspected in residuals, find_nan:
@@ -211,6 +219,18 @@ def _paritycheck(options: Any) -> int:
     load = _callable(options.load) if options.load else None
     report = jaxfn.paritycheck(
         function, reference, inputs, load=load, has_buffers=options.has_buffers, raise_exception=False
+    )
+    return _conclude(options, report)
+
+
+def _trainingcheck(options: Any) -> int:
+    report = jaxfn.trainingcheck(
+        _callable(options.function),
+        options.reference,
+        load=_callable(options.load),
+        optimizer=_load(options.optimizer),
+        has_buffers=options.has_buffers,
+        raise_exception=False,
     )
     return _conclude(options, report)
 

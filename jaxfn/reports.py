@@ -24,6 +24,8 @@ if TYPE_CHECKING:
     from jaxfn._kernelcheck.report import KernelcheckEntry as KernelcheckEntry
     from jaxfn._kernelcheck.report import KernelcheckReport as KernelcheckReport
     from jaxfn._kernelcheck.report import KernelcheckRow as KernelcheckRow
+    from jaxfn._parity.job_report import TrainingcheckReport as TrainingcheckReport
+    from jaxfn._parity.job_report import TrainingcheckRow as TrainingcheckRow
     from jaxfn._parity.report import Deviation as Deviation
     from jaxfn._parity.report import ParitycheckReport as ParitycheckReport
     from jaxfn._parity.report import ParitycheckRow as ParitycheckRow
@@ -43,6 +45,7 @@ _TYPES = {
     "jaxfn._kernelcheck.report": "KernelcheckReport KernelcheckRow KernelcheckEntry",
     "jaxfn._inspection.residuals": "ResidualTable ResidualComparison Residual",
     "jaxfn._inspection.find_nan": "NanOrigin",
+    "jaxfn._parity.job_report": "TrainingcheckReport TrainingcheckRow",
     "jaxfn._parity.report": "ParitycheckReport ParitycheckRow Deviation",
     "jaxfn._torch.convert.explain": "Explanation ExplainedMethod AppliedFunction",
     "jaxfn._torch.graph.reads": "Read",

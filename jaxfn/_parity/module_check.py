@@ -1,4 +1,4 @@
-"""The check of a whole port: outputs, gradients of all parameters, buffers, and steps of gradient descent."""
+"""The check of a whole port: outputs, gradients of all parameters, and buffers."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from jaxfn._parity.backends import function_name
 from jaxfn._parity.comparison import compare, rounding
 from jaxfn._parity.inputs import Array
 from jaxfn._parity.layers import LayerSearch
-from jaxfn._parity.module_record import LEARNING_RATE, ModuleRecord
+from jaxfn._parity.module_record import ModuleRecord
 from jaxfn._parity.ported_module import Load, PortedModule
 from jaxfn._parity.report import ParitycheckReport, uncompared_row
 from jaxfn._tree import is_inexact
@@ -74,8 +74,6 @@ class _ModuleCheck:
         self._check_gradients(results.gradients)
         self._check_buffers(results.buffers, record.parameters | record.new_buffers, "buffer {}")
         self._name_other_buffers(has_buffers)
-        if record.steps:
-            self._check_steps()
         self._find_first_deviation(LayerSearch(record, values), results.outputs, results.gradients, outputs_pass)
 
     def _add(self, what: str, ours: Array | None, expected: Array, noise: float = 0.0) -> None:
@@ -134,15 +132,6 @@ class _ModuleCheck:
                 self._add_failure(f"buffer {name}", after, "not loaded")
             else:
                 self._report.notes.append(f"not compared: buffer {name}, which is not among the port's new buffers")
-
-    def _check_steps(self) -> None:
-        record = self._record
-        parameters, buffers = self._port.descend(record.steps)
-        what = f"{{}} after {record.steps} step{'s' * (record.steps > 1)}"
-        for name, ours in parameters.items():
-            if name not in self._port.lost:
-                self._add(what.format(name), ours, record.stepped[name], self._noise * LEARNING_RATE * record.steps)
-        self._check_buffers(buffers, record.stepped, what)
 
     def _find_first_deviation(
         self, search: LayerSearch, outputs: Mapping[int, Array], gradients: Mapping[str, Array], outputs_pass: bool

@@ -1,4 +1,4 @@
-"""Results of a torch module: outputs, gradients, updated parameters and buffers, and the values between its layers."""
+"""Results of a torch module: outputs, gradients, updated buffers, and the values between its layers."""
 
 from __future__ import annotations
 
@@ -12,8 +12,6 @@ from jaxfn._parity.backends import Measurements, draw_tensor, output_leaves, to_
 from jaxfn._parity.inputs import Array, Inputs
 from jaxfn._reports import first_line
 from jaxfn._torch.values.arrays import to_torch
-
-LEARNING_RATE = 1e-2
 
 
 @dataclass(frozen=True)
@@ -55,8 +53,6 @@ class ModuleRecord:
       aliases: further names of tied parameters and buffers, each with the name under which they are.
       outputs, gradients: the outputs, and the gradients of parameters and inputs, by their names.
       new_buffers: the buffers after the call.
-      steps: how many steps of gradient descent were taken.
-      stepped: parameters and buffers after these.
       calls: the calls of layers, in the order in which they return.
       notes: why it is not in double precision, and whether it draws random numbers.
     """
@@ -70,8 +66,6 @@ class ModuleRecord:
     outputs: Measurements
     gradients: Measurements
     new_buffers: Measurements
-    steps: int
-    stepped: Measurements
     calls: list[LayerCall]
     notes: list[str]
 
@@ -82,55 +76,47 @@ def module_record(fields: dict[str, Any]) -> ModuleRecord:
     return ModuleRecord(calls=calls, **fields)
 
 
-def record_module(module: Any, args: Sequence[Any], steps: int) -> ModuleRecord:
+def record_module(module: Any, args: Sequence[Any]) -> ModuleRecord:
     """Runs a copy of a module, in double precision if it runs in it."""
     inputs = Inputs(as_arguments(args))
     try:
-        return _record(copy.deepcopy(module).double(), inputs.in_double(), steps, None)
+        return _record(copy.deepcopy(module).double(), inputs.in_double(), None)
     except Exception as error:  # raised again by the next line, unless it is a matter of dtypes
         no_double = f"compared in the dtypes of the inputs, as torch does not run in float64: {first_line(error)}"
-    return _record(copy.deepcopy(module), inputs, steps, no_double)
+    return _record(copy.deepcopy(module), inputs, no_double)
 
 
-def _record(module: Any, inputs: Inputs, steps: int, no_double: str | None) -> ModuleRecord:
+def _record(module: Any, inputs: Inputs, no_double: str | None) -> ModuleRecord:
     import torch
 
     parameters = {name: x for name, x in module.named_parameters() if x.requires_grad}
     buffers = {name: x for name, x in module.named_parameters() if not x.requires_grad} | dict(module.named_buffers())
-    before = _arrays(parameters), _arrays(buffers)
+    before = arrays_of(parameters), arrays_of(buffers)
     random_state = torch.get_rng_state()
     calls = _Calls(module)
     outputs, gradients = _run(module, inputs, parameters)
     calls.remove_hooks()
     measured = {f"output {i}": to_numpy(y) for i, y in outputs.items()}
-    recorded = _arrays(gradients)
-    new_buffers = _arrays(buffers | dict(module.named_buffers()))
+    recorded = arrays_of(gradients)
+    new_buffers = arrays_of(buffers | dict(module.named_buffers()))
     notes = [] if no_double is None else [no_double]
     if not torch.equal(random_state, torch.get_rng_state()):
         notes.append("torch draws random numbers, which are not those of JAX: call .eval() of the layers that do")
-    for step in range(steps):
-        if step:
-            _, gradients = _run(module, inputs, parameters)
-        for name, parameter in parameters.items():
-            parameter.data -= LEARNING_RATE * gradients[name]
-    stepped = _arrays(parameters | buffers | dict(module.named_buffers())) if steps else {}
     return ModuleRecord(
         type(module).__name__,
         inputs.args,
         no_double is None,
         *before,
-        _aliases(module),
+        aliases(module),
         measured,
         recorded,
         new_buffers,
-        steps,
-        stepped,
         calls.finish(),
         notes,
     )
 
 
-def _aliases(module: Any) -> dict[str, str]:
+def aliases(module: Any) -> dict[str, str]:
     """Returns the names of tied parameters and buffers that are not their first ones, each with the first one."""
     first: dict[int, str] = {}
     everything = [*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False)]
@@ -138,7 +124,7 @@ def _aliases(module: Any) -> dict[str, str]:
     return {name: owner for name, owner in owners.items() if name != owner}
 
 
-def _arrays(tensors: Mapping[str, Any]) -> Measurements:
+def arrays_of(tensors: Mapping[str, Any]) -> Measurements:
     return {name: to_numpy(x) for name, x in tensors.items()}
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -20,7 +20,15 @@ from jaxfn._parity.module_check import check_module
 from jaxfn._parity.module_record import ModuleRecord, record_module
 from jaxfn._parity.ported_module import Load
 from jaxfn._parity.report import ParitycheckReport, ParitycheckRow, uncompared_row
-from jaxfn._parity.torch_results import TorchResults, read_torch_results, write_torch_results
+from jaxfn._parity.torch_results import (
+    TorchResults,
+    import_torch,
+    read_torch_results,
+    torch_versions,
+    write_torch_results,
+    write_training_record,
+)
+from jaxfn._parity.trainingcheck import record_training
 from jaxfn._torch import runs_on_jax
 from jaxfn._tree import is_inexact
 
@@ -38,7 +46,6 @@ def paritycheck(
     second_order: bool = True,
     load: Load | None = None,
     has_buffers: bool = False,
-    steps: int = 0,
 ) -> ParitycheckReport:
     """Compares a JAX function with the torch function that it was ported from, on equal numbers.
 
@@ -50,7 +57,7 @@ def paritycheck(
     If the outputs differ in number, shape or dtype, derivatives are those of the other outputs alone.
 
     With `load`, a whole port of a `torch.nn.Module` is compared, in float64: outputs, the gradient of every parameter
-    and input, buffers, and steps of gradient descent. The port after `load` is differentiated with respect to torch's
+    and input, and buffers. The port after `load` is differentiated with respect to torch's
     arrays, so that gradients have their names and layouts, also of fused and tied weights. If they differ,
     `report.first_deviation` names the first layer that does, in forward order for outputs and in backward order for
     gradients, with the numbers of both. The port needs no marks: the values that torch's layers return and receive are
@@ -75,8 +82,6 @@ def paritycheck(
         buffers by their names in torch, all names of tied ones. It is differentiated, so it computes with methods of
         the arrays and `jax.numpy`.
       has_buffers: Whether `load` returns (parameters, buffers), and the port takes and returns buffers.
-      steps: How many steps of gradient descent to compare, for the sum of the outputs times random numbers, with a
-        learning rate of 0.01.
 
     Returns:
       A `ParitycheckReport`, which is true if everything agrees. `print` shows it as a table.
@@ -129,13 +134,13 @@ def paritycheck(
     if not is_file and inputs is None:
         raise TypeError("paritycheck: `inputs` are missing. Pass the arguments on which to compare.")
     if load is not None:
-        record, versions = _module_record(reference, inputs, steps)
+        record, versions = _module_record(reference, inputs)
         report = check_module(func, record, load, has_buffers, versions, rtol, atol)
         if raise_exception:
             report.raise_if_failed()
         return report
-    if has_buffers or steps:
-        raise TypeError("paritycheck: `has_buffers` and `steps` need `load`, which returns the port's parameters.")
+    if has_buffers:
+        raise TypeError("paritycheck: `has_buffers` needs `load`, which returns the port's parameters and buffers.")
     if is_file:
         recorded = read_torch_results(os.fspath(reference))
     else:
@@ -169,20 +174,26 @@ def record_reference(
     inputs: Sequence[Any],
     path: str | os.PathLike[str],
     *,
-    steps: int = 0,
+    module: Any = None,
+    optimizer: Callable[[list[Any]], Any] | None = None,
+    scheduler: Callable[[Any], Any] | None = None,
+    max_norm: float | None = None,
+    accumulate: int = 1,
 ) -> None:
-    """Writes the results of a torch function to a file, for `paritycheck` in an environment without torch.
+    """Writes the results of torch code to a file, for `paritycheck` or `trainingcheck` in an environment without torch.
 
     Args:
-      func: A `torch.autograd.Function`, any function of tensors, or a module.
-      inputs: The arguments, arrays and Python values that JSON supports.
+      func: A `torch.autograd.Function`, any function of tensors, or a module. With `module`, the loss of a training
+        job: a function of the module and a batch.
+      inputs: The arguments, arrays and Python values that JSON supports; of a training job, its batches.
       path: The file, usually `*.npz`. It has inputs, outputs, gradients, second derivatives and versions, and no
-        pickles. For a module it has its parameters, buffers and the values between its layers too.
-      steps: How many steps of gradient descent of a module to record, as in `paritycheck`.
+        pickles. For a module it has its parameters, buffers and the values between its layers too; for a training job,
+        all that `trainingcheck` compares. It has a checksum, and a changed file raises.
+      module, optimizer, scheduler, max_norm, accumulate: A training job, as in `trainingcheck`; `optimizer` is torch's.
 
     Raises:
       ImportError: torch is not installed.
-      TypeError: `func` runs on JAX, an argument cannot be written, or `steps` were passed for a function.
+      TypeError: `func` runs on JAX, an argument cannot be written, or options of a training job lack `module`.
       ValueError: `func` returned no tensor.
 
     Examples:
@@ -194,42 +205,29 @@ def record_reference(
 
     Torch counterpart: none.
     """
+    if module is not None:
+        what = "record_reference"
+        record = record_training(func, inputs, module, optimizer, scheduler, max_norm, accumulate, what)
+        return write_training_record(os.fspath(path), record)
+    if not (optimizer is scheduler is max_norm is None and accumulate == 1):
+        raise TypeError("record_reference: a training job has a `module`, which its optimizer trains. Pass it.")
     recorded = _run_torch(func, inputs, True, "record_reference")
-    if isinstance(func, _import_torch("record_reference").nn.Module):
-        recorded = replace(recorded, module=record_module(func, inputs, steps))
-    elif steps:
-        raise TypeError("record_reference: only a module has parameters, which `steps` of gradient descent update.")
+    if isinstance(func, import_torch("record_reference").nn.Module):
+        recorded = replace(recorded, module=record_module(func, inputs))
     write_torch_results(os.fspath(path), recorded)
 
 
-def _module_record(reference: Any, inputs: Sequence[Any] | None, steps: int) -> tuple[ModuleRecord, dict[str, str]]:
+def _module_record(reference: Any, inputs: Sequence[Any] | None) -> tuple[ModuleRecord, dict[str, str]]:
     """Returns the results of a torch module, computed or recorded, and the versions."""
     if inputs is None:
-        if steps:
-            raise TypeError("paritycheck: a recorded file has its own steps. Pass `steps` to record_reference.")
         recorded = read_torch_results(os.fspath(reference))
         if recorded.module is None:
             raise TypeError(f"paritycheck: {reference} is not of a module, whose arrays `load` takes.")
         return recorded.module, recorded.versions
-    torch = _import_torch("paritycheck")
+    torch = import_torch("paritycheck")
     if not isinstance(reference, torch.nn.Module):
         raise TypeError(f"paritycheck: with `load`, the reference has to be a torch module, got {reference!r}")
-    return record_module(reference, inputs, steps), _versions(torch)
-
-
-def _import_torch(what: str) -> Any:
-    try:
-        import torch
-    except ImportError as error:
-        raise ImportError(
-            f"jaxfn.{what} runs the torch function, and torch is not installed. Run `pip install torch` (the CPU "
-            "build suffices), or call jaxfn.record_reference where it is installed, and pass that file to paritycheck."
-        ) from error
-    return torch
-
-
-def _versions(torch: Any) -> dict[str, str]:
-    return {"torch": torch.__version__, "numpy": np.__version__}
+    return record_module(reference, inputs), torch_versions()
 
 
 def _are_alike(ours: Array, expected: Array) -> bool:
@@ -239,7 +237,7 @@ def _are_alike(ours: Array, expected: Array) -> bool:
 def _run_torch(
     func: Any, args: Any, second_order: bool, what: str, differentiated: Collection[int] | None = None
 ) -> TorchResults:
-    torch = _import_torch(what)
+    import_torch(what)
     if runs_on_jax(func):
         raise TypeError(
             f"{what} compares with torch code, and {func!r} runs on JAX. jaxfn.kernelcheck(func, reference, inputs) "
@@ -252,7 +250,7 @@ def _run_torch(
         errors = {} if runs.no_double else _errors_of_torch(backend, inputs, second_order, runs.double)
     except Exception:  # it ran in double precision, and does not run in single precision
         errors = {}
-    recorded = TorchResults(backend.name, inputs.args, runs, errors, _versions(torch))
+    recorded = TorchResults(backend.name, inputs.args, runs, errors, torch_versions())
     if not recorded.outputs():
         raise ValueError(
             f"jaxfn.{what}: {backend.name} returned no tensor for these inputs, so there is nothing to compare"

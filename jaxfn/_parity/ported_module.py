@@ -1,4 +1,4 @@
-"""The JAX side of the check of a whole port: what `load` returns, one evaluation, and steps of gradient descent."""
+"""The JAX side of the check of a whole port: what `load` returns, and one evaluation."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ from jaxfn._compat import dce_jaxpr, eqn_source_line, lower_jaxpr, record_source
 from jaxfn._jaxpr import all_eqns, needed_eqns, open_jaxpr
 from jaxfn._parity.backends import draw_grad_outputs, output_leaves, torch_vjp
 from jaxfn._parity.inputs import Array, Inputs
-from jaxfn._parity.module_record import LEARNING_RATE, ModuleRecord
+from jaxfn._parity.job_record import TrainingRecord
+from jaxfn._parity.module_record import ModuleRecord
 from jaxfn._parity.values import Values
 from jaxfn._tree import is_array_leaf, is_inexact, is_key
 
@@ -47,7 +48,9 @@ class PortedModule:
       lost: the names of torch's parameters on which no parameter or buffer depends differentiably.
     """
 
-    def __init__(self, function: Callable[..., Any], load: Load, has_buffers: bool, record: ModuleRecord) -> None:
+    def __init__(
+        self, function: Callable[..., Any], load: Load, has_buffers: bool, record: ModuleRecord | TrainingRecord
+    ) -> None:
         self._function = function
         self._user_load = load
         self._has_buffers = has_buffers
@@ -64,8 +67,8 @@ class PortedModule:
         """Returns all arrays of the module, with these parameters."""
         return {name: jnp.asarray(x) for name, x in (self._record.buffers | dict(parameters)).items()}
 
-    def _load(self, arrays: dict[str, Any]) -> tuple[Any, Any]:
-        """Returns the parameters and the buffers of the port."""
+    def load(self, arrays: dict[str, Any]) -> tuple[Any, Any]:
+        """Returns the parameters and the buffers of the port, from all arrays of torch."""
         tied = {alias: arrays[name] for alias, name in self._record.aliases.items()}
         loaded = self._user_load(arrays | tied)
         if not self._has_buffers:
@@ -78,14 +81,14 @@ class PortedModule:
         return tuple(loaded)
 
     def _load_by_path(self, arrays: dict[str, Any]) -> list[dict[str, Any]]:
-        return [_arrays_by_path(tree) for tree in self._load(arrays)]
+        return [arrays_by_path(tree) for tree in self.load(arrays)]
 
     def _stage_load(self) -> JaxprFunction:
         arrays = self._arrays(self._record.parameters)
         try:
             return stage(self._load_by_path, arrays)
         except Exception as error:  # any, as NumPy and other libraries raise their own for tracers
-            self._load(arrays)  # raises again, unless tracers are the reason
+            self.load(arrays)  # raises again, unless tracers are the reason
             names = [name for name in arrays if not self._is_traceable(name)]
             which = ", ".join(names) if 0 < len(names) < len(arrays) else "its arrays"
             raise TypeError(
@@ -120,7 +123,7 @@ class PortedModule:
         return {path: np.asarray(x) for path, x in buffers.items()}
 
     def _call(self, named: Any, extra: Any, buffers: Any, values: Any) -> tuple[dict[int, Any], dict[str, Any]]:
-        parameters, loaded_buffers = self._load(self._arrays(named))
+        parameters, loaded_buffers = self.load(self._arrays(named))
         first = [_replaced(parameters, extra)]
         first += [_replaced(loaded_buffers, buffers)] if self._has_buffers else []
         returned = self._inputs.call(lambda *args: self._function(*first, *args), jnp.asarray, values)
@@ -128,7 +131,7 @@ class PortedModule:
             return _outputs(returned), {}
         if not _is_pair(returned):
             raise TypeError("paritycheck: with has_buffers=True, the port has to return (outputs, new buffers)")
-        new_buffers = _arrays_by_path(returned[1])
+        new_buffers = arrays_by_path(returned[1])
         if different := sorted(new_buffers.keys() ^ self.buffer_sources.keys()):
             raise ValueError(
                 "paritycheck: the port has to return the buffers that `load` returns, with new numbers. Only one of "
@@ -171,16 +174,6 @@ class PortedModule:
         results = values.evaluate(jaxpr, consts, tree_leaves(start))
         return tree_unflatten(jax.tree.structure(shape), [np.asarray(x) for x in results]), values, coarse
 
-    def descend(self, steps: int) -> tuple[dict[str, Array], dict[str, Array]]:
-        """Returns torch's parameters by name, and the buffers by path, after steps of gradient descent."""
-        named, extra, buffers, values = self._start()
-        run = jax.jit(self._program)
-        for _ in range(steps):
-            results = run(named, extra, buffers, values)
-            named = {name: x - LEARNING_RATE * results.gradients[name] for name, x in named.items()}
-            buffers = results.buffers
-        return jax.tree.map(np.asarray, (named, buffers))
-
 
 def _sources(staged: JaxprFunction, names: Mapping[str, Any]) -> list[dict[str, set[str]]]:
     """Returns for the parameters and the buffers, by path, the names of the arrays that each depends on."""
@@ -194,7 +187,7 @@ def _sources(staged: JaxprFunction, names: Mapping[str, Any]) -> list[dict[str, 
     return [{path: sources(variable) for path, variable in tree.items()} for tree in trees]
 
 
-def _arrays_by_path(tree: Any) -> dict[str, Any]:
+def arrays_by_path(tree: Any) -> dict[str, Any]:
     """Returns the leaves of a pytree that have numbers."""
     leaves, _ = tree_flatten_with_path(tree)
     return {keystr(path): x for path, x in leaves if is_array_leaf(x) and not is_key(x)}

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import zipfile
 import zlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -15,6 +16,7 @@ import numpy as np
 from jaxfn._parity.backends import Measurements, Runs
 from jaxfn._parity.comparison import expected_ulps
 from jaxfn._parity.inputs import Array
+from jaxfn._parity.job_record import TrainingRecord, training_record
 from jaxfn._parity.module_record import ModuleRecord, module_record
 from jaxfn._reports import first_line
 from jaxfn._version import __version__
@@ -56,6 +58,27 @@ class TorchResults:
         return replace(self, runs=self.runs._replace(native=self.outputs()))
 
 
+def import_torch(what: str) -> Any:
+    """Returns torch.
+
+    Raises:
+      ImportError: It is not installed.
+    """
+    try:
+        import torch
+    except ImportError as error:
+        raise ImportError(
+            f"jaxfn.{what} runs torch code, and torch is not installed. Run `pip install torch` (the CPU build "
+            f"suffices), or call jaxfn.record_reference where it is installed, and pass that file to the check."
+        ) from error
+    return torch
+
+
+def torch_versions() -> dict[str, str]:
+    """Returns the versions of torch and NumPy."""
+    return {"torch": import_torch("record_reference").__version__, "numpy": np.__version__}
+
+
 def write_torch_results(path: str, found: TorchResults) -> None:
     """Writes results of torch to a file."""
     arrays: dict[str, Array] = {}
@@ -64,20 +87,14 @@ def write_torch_results(path: str, found: TorchResults) -> None:
     arrays |= {f"{run}/{what}": array for run, of_run in results.items() for what, array in of_run.items()}
     module = None if found.module is None else _encoded(asdict(found.module), "the module", arrays)
     content = {
-        "format": _FORMAT,
-        "jaxfn": __version__,
         "module": module,
         "name": found.name,
         "args": args,
         "no_second_order": found.runs.no_second_order,
         "no_double": found.runs.no_double,
         "versions": found.versions,
-        # NumPy's format does not have bfloat16 and float8 types; they are written as bits.
-        "dtypes": {name: str(array.dtype) for name, array in arrays.items()},
     }
-    plain = {name: array.view(f"u{array.itemsize}") if _is_foreign(array) else array for name, array in arrays.items()}
-    with open(path, "wb") as file:
-        np.savez(file, allow_pickle=False, content=np.array(json.dumps(content)), **plain)
+    _write(path, content, arrays)
 
 
 def read_torch_results(path: str) -> TorchResults:
@@ -85,29 +102,74 @@ def read_torch_results(path: str) -> TorchResults:
 
     Raises:
       OSError: The file cannot be opened.
-      ValueError: It is not a file that `record_reference` wrote, or has no outputs.
+      ValueError: It is not a file that `record_reference` wrote of a function or module, or has no outputs.
     """
-    try:
-        with open(path, "rb") as file, np.load(file, allow_pickle=False) as content:
-            found = _read(content)
-    except (ValueError, TypeError, KeyError, AttributeError, EOFError, zipfile.BadZipFile, zlib.error) as error:
-        raise ValueError(
-            f"paritycheck: {path} cannot be read ({type(error).__name__}: {first_line(error)}). Write it with "
-            "jaxfn.record_reference of this version."
-        ) from error
+    found = _read(path, "paritycheck", _torch_results)
     if not found.runs.native:
         raise ValueError(f"paritycheck: {path} has no outputs. Write it with jaxfn.record_reference of this version.")
     return found
 
 
-def _read(file: Any) -> TorchResults:
-    content = json.loads(str(file["content"]))
-    if content.get("format") != _FORMAT:
+def write_training_record(path: str, record: TrainingRecord) -> None:
+    """Writes the results of a training job to a file."""
+    arrays: dict[str, Array] = {}
+    training = _encoded(asdict(record), "the training job", arrays)
+    _write(path, {"training": training, "versions": torch_versions()}, arrays)
+
+
+def read_training_record(path: str) -> tuple[TrainingRecord, dict[str, str]]:
+    """Reads the results of a training job from a file, and the versions of torch and NumPy.
+
+    Raises:
+      OSError: The file cannot be opened.
+      ValueError: It is not a file that `record_reference` wrote of a training job.
+    """
+    return _read(
+        path,
+        "trainingcheck",
+        lambda content, arrays: (training_record(_decoded(content["training"], arrays)), content["versions"]),
+    )
+
+
+def _write(path: str, content: dict[str, Any], arrays: dict[str, Array]) -> None:
+    # NumPy's format does not have bfloat16 and float8 types; they are written as bits.
+    plain = {name: array.view(f"u{array.itemsize}") if _is_foreign(array) else array for name, array in arrays.items()}
+    dtypes = {name: str(array.dtype) for name, array in arrays.items()}
+    text = json.dumps({"format": _FORMAT, "jaxfn": __version__, "dtypes": dtypes} | content)
+    with open(path, "wb") as file:
+        np.savez(file, allow_pickle=False, content=np.array(text), digest=np.array(_digest(text, plain)), **plain)
+
+
+def _digest(text: str, arrays: Mapping[str, Array]) -> str:
+    """Returns a checksum of everything in a file, by which a change is noticed."""
+    digest = hashlib.sha256(text.encode())
+    for name in sorted(arrays):
+        digest.update(np.ascontiguousarray(arrays[name]).tobytes())
+    return digest.hexdigest()
+
+
+def _read(path: str, what: str, decode: Callable[[Any, dict[str, Array]], Any]) -> Any:
+    try:
+        with open(path, "rb") as file, np.load(file, allow_pickle=False) as content:
+            text = str(content["content"])
+            known = json.loads(text)
+            if known.get("format") != _FORMAT:
+                raise ValueError(
+                    f"its format is {known.get('format')}, which jaxfn {known.get('jaxfn', '(unknown)')} wrote; "
+                    f"jaxfn {__version__} reads format {_FORMAT}"
+                )
+            plain, digest = {name: content[name] for name in known["dtypes"]}, str(content["digest"])
+        if _digest(text, plain) != digest:
+            raise ValueError("it was changed after it was written")
+        return decode(known, {name: _with_dtype(array, known["dtypes"][name]) for name, array in plain.items()})
+    except (ValueError, TypeError, KeyError, AttributeError, EOFError, zipfile.BadZipFile, zlib.error) as error:
         raise ValueError(
-            f"its format is {content.get('format')}, which jaxfn {content.get('jaxfn', '(unknown)')} wrote; "
-            f"jaxfn {__version__} reads format {_FORMAT}"
-        )
-    arrays = {name: _with_dtype(file[name], dtype) for name, dtype in content["dtypes"].items()}
+            f"{what}: {path} cannot be read ({type(error).__name__}: {first_line(error)}). Write it with "
+            "jaxfn.record_reference of this version."
+        ) from error
+
+
+def _torch_results(content: Any, arrays: dict[str, Array]) -> TorchResults:
     native, double, nudged, errors = (
         {name.removeprefix(f"{run}/"): x for name, x in arrays.items() if name.startswith(f"{run}/")}
         for run in (*_RUNS, "errors")

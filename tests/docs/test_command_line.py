@@ -5,6 +5,7 @@ import subprocess
 import sys
 import textwrap
 
+import numpy as np
 import pytest
 
 import jaxfn
@@ -288,3 +289,39 @@ def test_parity_of_a_module(folder):
     wrong = run(folder, "paritycheck", "modules:wrong", *options, "--json")
     rows = json.loads(wrong.stdout)["rows"]
     assert {row["what"] for row in rows if row["verdict"] != "equal"} == {"buffer running_var"}
+
+
+TRAINING = """
+    import jax.numpy as jnp, optax
+
+    optimizer = optax.sgd(0.1)
+
+    def load(arrays):
+        return dict(arrays)
+
+    def loss(p, batch):
+        return ((batch @ p["weight"].T + p["bias"]) ** 2).mean()
+
+    def wrong(p, batch):
+        return ((batch @ p["weight"].T + p["bias"]) ** 2).sum()
+"""
+
+
+@row("L5", "H7b")
+def test_a_recorded_training_job(folder):
+    torch = pytest.importorskip("torch")
+    (folder / "training.py").write_text(textwrap.dedent(TRAINING))
+    jaxfn.record_reference(
+        lambda module, batch: (module(batch) ** 2).mean(),
+        [np.linspace(-1, 1, 6).reshape(2, 3)] * 2,
+        folder / "job.npz",
+        module=torch.nn.Linear(3, 2),
+        optimizer=lambda parameters: torch.optim.SGD(parameters, 0.1),
+    )
+    options = ("job.npz", "--load", "training:load", "--optimizer", "training:optimizer")
+    right = run(folder, "trainingcheck", "training:loss", *options)
+    assert right.returncode == 0 and "by SGD, 2 steps: passed" in right.stdout, right.stderr
+    wrong = run(folder, "trainingcheck", "training:wrong", *options, "--json")
+    found = json.loads(wrong.stdout)
+    assert wrong.returncode == 1 and (found["step"], found["stage"], found["name"]) == (0, "loss", "loss")
+    assert run(folder, "trainingcheck", "training:loss", "job.npz").returncode == 2

@@ -53,7 +53,8 @@ def test_docstring_examples(name):
 def test_there_are_docstring_examples():
     names = "Function FunctionCtx function autograd_function once_differentiable gradcheck gradgradcheck GradcheckError"
     hooks = "saved_tensors_hooks save_on_host disable_saved_tensors_hooks"
-    for name in (*names.split(), *hooks.split(), "from_torch", "explain", "port", "paritycheck", "record_reference"):
+    torch_tools = "from_torch explain port paritycheck trainingcheck record_reference"
+    for name in (*names.split(), *hooks.split(), *torch_tools.split()):
         doc = getattr(jaxfn, name).__doc__
         assert ">>>" in doc and " counterpart: " in doc, name
 
@@ -62,8 +63,8 @@ def test_all_that_users_are_handed_has_a_public_name_and_a_docstring():
     namespace = {}
     exec("from jaxfn import *", namespace)
     assert set(jaxfn.__all__) <= namespace.keys()
-    lazy = ["ConvertedModule"] if importlib.util.find_spec("torch") else []
-    assert dir(jaxfn) == sorted([*jaxfn.__all__, "reports", "__version__", *lazy]) and len(jaxfn.__all__) <= 26
+    others = ["reports", "__version__", "VmapInfo", *["ConvertedModule"] * bool(importlib.util.find_spec("torch"))]
+    assert dir(jaxfn) == sorted([*jaxfn.__all__, *others]) and len(jaxfn.__all__) <= 26
     assert len(inspect.getmembers(jaxfn)) == len(dir(jaxfn))  # as help() asks for them, where there is no torch too
     assert all(getattr(jaxfn, name).__doc__ for name in jaxfn.__all__)
     assert isinstance(jaxfn.gradcheck(lambda x: x * x, np.float64(1)), jaxfn.reports.GradcheckReport)
@@ -220,7 +221,9 @@ def test_every_public_name_is_on_the_page_of_the_API():
     pages = "".join(page.read_text() for page in (ROOT / "docs" / "api").glob("*.md"))
     names = re.findall(r"^::: jaxfn\.([\w.]+)$", pages, re.MULTILINE)
     types = re.findall(r"as (\w+)$", Path(jaxfn.reports.__file__).read_text(), re.MULTILINE)
-    assert sorted(names) == sorted([*jaxfn.__all__, "ConvertedModule", *(f"reports.{name}" for name in types)])
+    assert sorted(names) == sorted(
+        [*jaxfn.__all__, "ConvertedModule", "VmapInfo", *(f"reports.{name}" for name in types)]
+    )
 
 
 def test_the_site_has_a_line_for_each_name_and_READMEs_tables(monkeypatch):

@@ -325,13 +325,13 @@ def test_a_layer_of_equinox():
     assert results.saved_bytes == 192 and results.difference < 1e-6 and results.last_loss < 1e-6
 
 
-JOURNEYS = ["train", "port", "kernel", "wrong_gradient", "memory"]
+JOURNEYS = ["train", "port", "kernel", "wrong_gradient", "memory", "training_job"]
 
 
 @slow
 @pytest.mark.parametrize("name", JOURNEYS)
 def test_journeys(name, tmp_path):
-    if name == "port":
+    if name in ("port", "training_job"):
         pytest.importorskip("torch")
     pytest.importorskip("matplotlib")
     module = import_module(f"examples.journeys.{name}")
@@ -344,6 +344,11 @@ def test_journeys(name, tmp_path):
         assert results.parity and results.losses[-1] < 0.5 * results.losses[0] and results.difference < 1e-4
     elif name == "kernel":
         assert results.kernel and "scales" in results.careless.failed_checks
+    elif name == "training_job":
+        assert results.right and not results.right.notes
+        where = [(report.step, report.stage) for report in results[1:]]
+        assert where == [(0, "gradient"), (3, "parameters")]
+        assert results.trained_reference.name.startswith("reference.")
     elif name == "wrong_gradient":
         assert results.report.mismatches[0].mistake.startswith("off-diagonal") and results.origin.function == "norm"
     else:

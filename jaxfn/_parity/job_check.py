@@ -1,0 +1,434 @@
+"""The check of a ported training job, step by step.
+
+# Note: what is compared
+
+Each step begins with torch's parameters and buffers, as `load` returns them, so that a step does not carry on the
+rounding of those before it; the state of the port's optimizer is its own. What belongs to the port's parameters
+(gradients, moments, the change of a step) is pulled back through `load`, which gives it torch's names and layouts, also
+of fused parameters:
+
+    load: {"q": (4, 4), "k": (4, 4)} -> qk (8, 4)      moment of qk (8, 4) -> {"q": (4, 4), "k": (4, 4)}
+
+An entry of a step is allowed the relative error that its gradients have had, as optimizers divide by their size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.tree_util import tree_flatten_with_path, tree_leaves, tree_map, tree_map_with_path
+
+from jaxfn._check.staging import stage
+from jaxfn._parity.backends import function_name
+from jaxfn._parity.comparison import errors, rounding
+from jaxfn._parity.inputs import Array
+from jaxfn._parity.job_diagnosis import Evidence, fit, looks_like
+from jaxfn._parity.job_record import TrainingRecord, TrainingStep, terms_of
+from jaxfn._parity.job_report import STAGES, TrainingcheckReport, TrainingcheckRow
+from jaxfn._parity.ported_module import Load, PortedModule, arrays_by_path
+from jaxfn._tree import is_array_leaf, is_inexact
+
+_NOISE = 1e-2  # of a gradient that is zero, relative to the largest, in units of the tolerance
+_LARGER = 256  # the ratio of that gradient to the median of all from which on it says nothing about the others
+_GROWTH = 100  # of the relative error of a gradient, on its way through an optimizer
+_ULPS = 8  # of a parameter, the error of the difference of two
+_MAX_RELATIVE = 1e6
+_TINY = float(np.finfo(np.float64).tiny)
+_TORCH_EPSILON = 1e-6  # which torch adds to the norm that it divides by, and optax does not
+_COARSE = 1e-4  # the relative precision of the norm to which a port clips
+
+Arrays = dict[str, Any]
+
+
+class _Result(NamedTuple):
+    """A row, the ratio of its error to its tolerance, what to explain it from, and its rank in its stage."""
+
+    row: TrainingcheckRow
+    excess: float
+    evidence: Callable[[], Evidence] | None = None
+    rank: int = 0
+
+    @property
+    def is_wrong(self) -> bool:
+        return self.row.verdict != "equal"
+
+    @property
+    def order(self) -> tuple[int, int, int, float]:
+        """The first deviation is that of the first step, there of the first stage, and of its worst array."""
+        return self.row.step, STAGES.index(self.row.stage), self.rank, -self.excess
+
+
+class _Layouts:
+    """The port's parameters, and arrays of their layouts, from torch's and back; compiled once.
+
+    Args:
+      port: the port.
+    """
+
+    def __init__(self, port: PortedModule) -> None:
+        self.load = jax.jit(port.load)
+        self._port = port
+        self._named, self._expected = jax.jit(self._pull_back), jax.jit(self._push_and_pull_back)
+
+    def _loading(self, before: Arrays) -> tuple[Callable[[Arrays], Any], Arrays]:
+        inexact = {name: x for name, x in before.items() if is_inexact(x.dtype)}
+        return lambda some: self._port.load(before | some)[0], inexact
+
+    def _pull_back(self, before: Arrays, tree: Any) -> Arrays:
+        parameters, pullback = jax.vjp(*self._loading(before))
+        return pullback(tree_map(_with_dtype_of, parameters, tree))[0]
+
+    def _push_and_pull_back(self, before: Arrays, arrays: Arrays) -> Arrays:
+        loading, inexact = self._loading(before)
+        tangents = {name: jnp.asarray(arrays.get(name, jnp.zeros_like(x)), x.dtype) for name, x in inexact.items()}
+        return self._pull_back(before, jax.jvp(loading, (inexact,), (tangents,))[1])
+
+    def named(self, before: Arrays, tree: Any) -> dict[str, Array]:
+        """Returns arrays of the port's parameters under torch's names, in its layouts."""
+        return jax.tree.map(np.asarray, self._named(before, tree))
+
+    def expected(self, before: Arrays, arrays: Mapping[str, Array]) -> dict[str, Array]:
+        """Returns what `named` returns if the port's parameters have these arrays of torch."""
+        return jax.tree.map(np.asarray, self._expected(before, arrays))
+
+
+class _PortStep:
+    """The port before a step, with torch's arrays.
+
+    Attributes:
+      number: the index of the step.
+      before: torch's arrays by name.
+      parameters, buffers: those of the port.
+      named, expected: see `_Layouts`.
+    """
+
+    def __init__(self, layouts: _Layouts, before: Arrays, number: int) -> None:
+        self.number, self.before = number, before
+        self.parameters, self.buffers = layouts.load(before)
+        self.named = partial(layouts.named, before)
+        self.expected = partial(layouts.expected, before)
+
+
+class TrainingCheck:
+    """The check of a port.
+
+    Args:
+      loss: the port, a function of parameters, buffers if it has them, and a batch.
+      record: what torch computed.
+      load: returns the parameters and the buffers from torch's arrays by name.
+      has_buffers: whether there are buffers; then the port returns (loss, new buffers).
+      optimizer: an optimizer with optax's methods `init` and `update`.
+      versions: the versions of torch and NumPy.
+      rtol, atol: the tolerances that the caller passed.
+    """
+
+    def __init__(
+        self,
+        loss: Callable[..., Any],
+        record: TrainingRecord,
+        load: Load,
+        has_buffers: bool,
+        optimizer: Any,
+        versions: dict[str, str],
+        rtol: float | None,
+        atol: float | None,
+    ) -> None:
+        self._record, self._loss, self._optimizer, self._has_buffers = record, loss, optimizer, has_buffers
+        self._port = PortedModule(loss, load, has_buffers, record)
+        self._tolerances = rtol, atol
+        self._report = TrainingcheckReport(
+            record.name, record.optimizer, function_name(loss), versions | {"jax": jax.__version__}
+        )
+        self._results: dict[tuple[str, str], _Result] = {}
+        self._relative: dict[str, Any] = {}  # the largest relative error that a gradient has had, for each entry
+        self._gradient, self._update = jax.jit(self._gradient_of), jax.jit(optimizer.update)
+        self._eps = float(jnp.finfo(np.float64 if record.is_double else np.float32).eps)
+
+    def run(self) -> TrainingcheckReport:
+        """Compares the steps until one deviates."""
+        record, report = self._record, self._report
+        report.notes += record.notes
+        before = _to_jax(record.parameters | record.buffers)
+        layouts = _Layouts(self._port)
+        port = _PortStep(layouts, before, 0)
+        state = jax.jit(self._optimizer.init)(port.parameters)
+        state = tree_map(_with_long_count, state) if record.is_double else state
+        self._find_rounding(port, state)
+        for number, step in enumerate(record.steps):
+            batches = record.batches[number * record.accumulate :][: record.accumulate]
+            port = _PortStep(layouts, before, number)
+            state = self._compare(port, step, list(map(_to_jax, batches)), state)
+            report.steps = number + 1
+            if any(result.is_wrong for (stage, _), result in self._results.items() if stage != "optimizer"):
+                break
+            before = before | _to_jax(step.parameters | step.buffers)
+        self._conclude()
+        return report
+
+    def _conclude(self) -> None:
+        report, wrong = self._report, [result for result in self._results.values() if result.is_wrong]
+        if wrong and all(result.row.stage == "optimizer" for result in wrong):
+            names = ", ".join(result.row.name for result in wrong)
+            report.notes.append(f"not found in the port's optimizer, without effect on the parameters: {names}")
+            for result in wrong:
+                del self._results[result.row.stage, result.row.name]
+        elif wrong:
+            first = min(wrong, key=lambda result: result.order)
+            report.step, report.stage, report.name = first.row.step, first.row.stage, first.row.name
+            report.looks_like = looks_like(first.row.stage, first.evidence()) if first.evidence else ""
+        report.rows = sorted((r.row for r in self._results.values()), key=lambda row: STAGES.index(row.stage))
+
+    def _gradient_of(self, parameters: Any, buffers: Any, batch: Any) -> tuple[Any, Arrays, Any]:
+        """Returns the gradient of the port, the terms of its loss, and new buffers."""
+
+        def total(parameters: Any) -> Any:
+            terms, new = self._terms(parameters, buffers, batch)
+            return sum(terms.values()), (terms, new)
+
+        gradient, (terms, new) = jax.grad(total, has_aux=True)(parameters)
+        return gradient, terms, new
+
+    def _terms(self, parameters: Any, buffers: Any, batch: Any) -> tuple[Arrays, Any]:
+        returned = self._loss(parameters, *([buffers] if self._has_buffers else []), batch)
+        if self._has_buffers and not (isinstance(returned, tuple) and len(returned) == 2):
+            raise TypeError("trainingcheck: with has_buffers=True, the port has to return (loss, new buffers)")
+        loss, new = returned if self._has_buffers else (returned, buffers)
+        return {name: jnp.asarray(term) for name, term in terms_of(loss, "the port").items()}, new
+
+    def _find_rounding(self, port: _PortStep, state: Any) -> None:
+        record, parameters = self._record, port.parameters
+        gradient = self._gradient_of, parameters, port.buffers, _to_jax(record.batches[0])
+        programs = gradient, (self._optimizer.update, parameters, state, parameters)
+        dtypes = set[Any]().union(*(stage(*program).dtypes_from_inputs() for program in programs))
+        dtype = max(dtypes, key=rounding, default=np.dtype(np.float64))
+        self._usual = max(rounding(dtype), rounding(np.float64 if record.is_double else np.float32))
+        if record.is_double and self._usual > rounding(np.float64):
+            self._report.notes.append(
+                f"compared with the tolerance of {dtype}, in which the port computes with arguments of float64: a "
+                "mistake as small as a wrong epsilon may not show"
+            )
+
+    def _compare(self, port: _PortStep, step: TrainingStep, batches: Sequence[Any], state: Any) -> Any:
+        """Compares a step; returns the state of the optimizer after it."""
+        gradients: list[Any] = []
+        buffers = port.buffers
+        for batch, expected in zip(batches, step.terms, strict=True):
+            gradient, terms, buffers = self._gradient(port.parameters, buffers, batch)
+            self._check_terms(port, step, batch, terms, expected)
+            gradients.append(gradient)
+        gradient = _mean(gradients)
+        updates, after = self._update(gradient, state, port.parameters)
+        named, changes = port.named(gradient), port.named(updates)
+        self._check_gradients(port, step, batches[0], named, changes)
+        self._check_extra(port, gradient, updates)
+        results = self._of_optimizer(port, step, named, changes, after)
+        if any(result.is_wrong for result in results):
+            norm = self._clipping_norm(gradient, state, port.parameters) * step.norm
+            expected = float(self._record.max_norm or 0.0) if step.clipped else np.inf
+            evidence = partial(self._evidence, port, step, batches[0], "", named, norm, expected)
+            self._keep(self._result("clipping", "norm", port.number, norm, expected, _COARSE * step.norm, evidence))
+        for result in results:
+            self._keep(result)
+        self._check_buffers(port, step, buffers)
+        return after
+
+    def _clipping_norm(self, gradient: Any, state: Any, parameters: Any) -> float:
+        """Returns the norm to which the port clips a gradient, relative to its own; infinite if it does not.
+
+        What a clipping optimizer does is the same for larger gradients.
+        """
+
+        def outcome(factor: float) -> list[Any]:
+            return tree_leaves(self._update(_mean([gradient], factor), state, parameters))
+
+        whole = outcome(1.0)
+
+        def is_same(factor: float) -> bool:
+            return all(np.allclose(a, b, rtol=_COARSE, atol=0) for a, b in zip(whole, outcome(factor), strict=True))
+
+        if not is_same(2.0):
+            return np.inf
+        below, above = 0.0, 1.0
+        while above - below > _COARSE:
+            middle = (below + above) / 2
+            below, above = (below, middle) if is_same(middle) else (middle, above)
+        return above
+
+    def _result(
+        self, stage: str, name: str, number: int, ours: Any, expected: Any, noise: Any = 0.0, evidence: Any = None
+    ) -> _Result:
+        """Compares arrays."""
+        row = TrainingcheckRow(stage, name, number)
+        if np.shape(ours) != np.shape(expected):
+            return _Result(replace(row, verdict=f"shape {np.shape(ours)}"), np.inf)
+        arrays = np.asarray(ours), np.asarray(expected)
+        row.error, _, excess, row.tolerance = errors(*arrays, self._usual, *self._tolerances, noise)
+        row.verdict = "equal" if excess <= 1 else "differs"
+        return _Result(row, excess, evidence)
+
+    def _keep(self, result: _Result) -> None:
+        """Keeps the first deviation of an array, or the step that is nearest to one."""
+        known = self._results.get(key := (result.row.stage, result.row.name))
+        if known is None or (not known.is_wrong and result.excess > known.excess):
+            self._results[key] = result
+
+    def _evidence(
+        self,
+        port: _PortStep,
+        step: TrainingStep,
+        batch: Any,
+        name: str,
+        gradients: Any,
+        ours: Any,
+        expected: Any,
+        key: str = "",
+    ) -> Evidence:
+        def terms(batch: Any) -> Any:
+            return self._terms(port.parameters, port.buffers, batch)[0]
+
+        before = np.asarray(port.before.get(name, 0.0))
+        is_frozen = name in self._record.frozen
+        last = self._record.steps[port.number - 1].state.get(key) if port.number else None
+        state = None if last is None else port.expected(last)[name]
+        ours, expected = np.asarray(ours), np.asarray(expected)
+        return Evidence(name, step, ours, expected, gradients, is_frozen, before, state, batch, terms)
+
+    def _check_terms(
+        self, port: _PortStep, step: TrainingStep, batch: Any, ours: Arrays, expected: dict[str, float]
+    ) -> None:
+        # What may cancel in a loss is of the size of its derivative by the logarithms of the parameters.
+        sizes = [float(np.sum(abs(g * np.asarray(port.before[name])))) for name, g in step.gradients.items()]
+        noise = self._usual * sum(sizes) * self._record.accumulate
+        for name in {**expected, **ours}:
+            if name in ours and name in expected:
+                evidence = partial(self._evidence, port, step, batch, name, {}, ours[name], expected[name])
+                torch = np.array(expected[name])
+                self._keep(self._result("loss", name, port.number, ours[name], torch, noise, evidence))
+            else:
+                verdict = "extra" if name in ours else "missing"
+                self._keep(_Result(TrainingcheckRow("loss", name, port.number, verdict=verdict), np.inf))
+
+    def _check_gradients(
+        self, port: _PortStep, step: TrainingStep, batch: Any, ours: dict[str, Array], changes: dict[str, Array]
+    ) -> None:
+        sizes = [float(abs(x).max(initial=0)) for x in step.gradients.values() if x.any()] or [0.0]
+        noise = _NOISE * self._usual * min(max(sizes), _LARGER * float(np.median(sizes)))
+        expected = step.gradients | {
+            name: np.zeros_like(ours[name]) for name in self._record.frozen if name in ours and changes[name].any()
+        }
+        for name, gradient in expected.items():
+            evidence = partial(self._evidence, port, step, batch, name, ours, ours[name], gradient)
+            result = self._result("gradient", name, port.number, ours[name], gradient, noise, evidence)
+            if name in self._port.lost and gradient.any():
+                result = _Result(replace(result.row, verdict="missing"), np.inf)
+            self._keep(result)
+            error = abs(ours[name] - gradient)
+            relative = error / np.maximum(np.maximum(abs(gradient), error / _MAX_RELATIVE), _TINY)
+            if step.clipped:
+                relative = relative + 2 * _TORCH_EPSILON / step.norm / _GROWTH
+            self._relative[name] = np.maximum(self._relative.get(name, 0.0), relative)
+
+    def _check_extra(self, port: _PortStep, gradient: Any, updates: Any) -> None:
+        """Finds parameters of the port that torch does not have, and that are trained."""
+        gradients, changes = arrays_by_path(gradient), arrays_by_path(updates)
+        for path in self._port.extra:
+            if np.any(gradients[path]) and np.any(changes[path]):
+                row = TrainingcheckRow("gradient", f"the port's {path}", port.number, verdict="extra")
+                self._keep(_Result(row, np.inf))
+
+    def _of_optimizer(
+        self, port: _PortStep, step: TrainingStep, gradients: Any, changes: dict[str, Array], state: Any
+    ) -> list[_Result]:
+        """Returns the comparisons of an optimizer's state and of the changes of the parameters."""
+        number, relative = port.number, self._relative
+        groups, counts = _arrays_of_state(port.parameters, state)
+        results: list[_Result] = []
+
+        def compare(stage: str, name: str, ours: Any, expected: Any, noise: Any = 0.0, key: str = "") -> _Result:
+            noise = noise + _GROWTH * relative.get(name, 0.0) * np.max(abs(expected), initial=0.0)
+            evidence = partial(self._evidence, port, step, None, name, gradients, ours, expected, key)
+            return self._result(stage, f"{key} of {name}" if key else name, number, ours, expected, noise, evidence)
+
+        for rank, (key, arrays) in enumerate(step.state.items()):
+            expected = port.expected(arrays)
+            candidates = [
+                [compare("optimizer", name, ours[name], expected[name], key=key) for name in arrays]
+                for ours in map(port.named, groups)
+            ]
+            results += [result._replace(rank=rank) for result in min(candidates, key=_unlikeness, default=[])]
+        if step.count >= 0 and counts:
+            nearest = min(counts, key=lambda count: abs(count - step.count))
+            results.append(self._result("optimizer", "step", number, np.array(nearest), np.array(step.count)))
+        torch = {name: x - np.asarray(port.before[name]) for name, x in step.parameters.items()}
+        expected = port.expected(torch)
+        for name in [*step.parameters, *self._record.frozen]:
+            if name in changes and name not in self._port.lost:
+                rounding = _ULPS * self._eps * abs(np.asarray(port.before[name]))
+                results.append(compare("parameters", name, changes[name], expected[name], rounding))
+        return results
+
+    def _check_buffers(self, port: _PortStep, step: TrainingStep, buffers: Any) -> None:
+        if not self._has_buffers:
+            return
+        ours = arrays_by_path(buffers)
+        expected = arrays_by_path(self._port.load(port.before | _to_jax(step.parameters | step.buffers))[1])
+        for path, names in self._port.buffer_sources.items():
+            if names and path in ours:
+                self._keep(self._result("buffers", ", ".join(sorted(names)), port.number, ours[path], expected[path]))
+
+
+def _unlikeness(results: Sequence[_Result]) -> tuple[int, float]:
+    """Returns how many arrays are wrong, and how far they are from being proportional to the right ones."""
+    found = [result.evidence() for result in results if result.is_wrong and result.evidence]
+    distances = [fit(e.ours, e.expected)[1] / (np.linalg.norm(e.ours) or 1.0) for e in found]
+    return len(found), float(sum(distances))
+
+
+@jax.jit
+def _mean(trees: Sequence[Any], factor: float = 1.0) -> Any:
+    return tree_map(lambda *leaves: sum(leaves) * (factor / len(leaves)), *trees)
+
+
+def _to_jax(tree: Any) -> Any:
+    def converted(leaf: Any) -> Any:
+        return jnp.asarray(leaf) if is_array_leaf(leaf) else leaf
+
+    return tree_map(converted, tree)
+
+
+def _with_long_count(leaf: Any) -> Any:
+    """Returns a count with 64 bits: of one with 32 bits, JAX computes the fractions that schedules take in float32."""
+    is_count = is_array_leaf(leaf) and leaf.dtype == np.int32 and leaf.shape == ()
+    return leaf.astype(np.int64) if is_count else leaf
+
+
+def _with_dtype_of(like: Any, array: Any) -> Any:
+    return jnp.asarray(array, like.dtype)
+
+
+def _arrays_of_state(parameters: Any, state: Any) -> tuple[list[Any], list[int]]:
+    """Returns the arrays of an optimizer's state that belong to parameters, as trees of these, and its counts."""
+    of_parameters, _ = tree_flatten_with_path(parameters)
+    groups: dict[Any, dict[Any, Any]] = {}
+    counts: list[int] = []
+    for path, leaf in tree_flatten_with_path(state)[0]:
+        if is_array_leaf(leaf) and not is_inexact(leaf.dtype) and leaf.shape == ():
+            counts.append(int(leaf))
+        for own, parameter in of_parameters:
+            start = len(path) - len(own)
+            if start >= 0 and path[start:] == own and np.shape(leaf) == parameter.shape and is_inexact(leaf.dtype):
+                groups.setdefault(path[:start], {})[own] = leaf
+
+    def as_tree(arrays: dict[Any, Any]) -> Any:
+        def of_parameter(path: Any, parameter: Any) -> Any:
+            return arrays.get(path, np.zeros_like(parameter))
+
+        return tree_map_with_path(of_parameter, parameters)
+
+    return list(map(as_tree, groups.values())), counts
