@@ -671,7 +671,11 @@ RATE, DECAY, STEPS = 1e-2, 0.1, 4
 
 def decays(parameters):
     """The mask of what decays: matrices, not biases and norms, and not a frozen reference."""
-    return jax.tree_util.tree_map_with_path(lambda path, x: x.ndim > 1 and path[0].key != "reference", parameters)
+
+    def is_decayed(path, x):
+        return x.ndim > 1 and path[0].key != "reference" and "bias" not in jax.tree_util.keystr(path)
+
+    return jax.tree_util.tree_map_with_path(is_decayed, parameters)
 
 
 def by_ndim(make):
