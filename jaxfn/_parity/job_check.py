@@ -147,6 +147,7 @@ class TrainingCheck:
         )
         self._results: dict[tuple[str, str], _Result] = {}
         self._relative: dict[str, Any] = {}  # the largest relative error that a gradient has had, for each entry
+        self._sizes: dict[tuple[str, str], float] = {}  # the largest entry that an array has had: averages may cancel
         self._gradient, self._update = jax.jit(self._gradient_of), jax.jit(optimizer.update)
         self._eps = float(jnp.finfo(np.float64 if record.is_double else np.float32).eps)
 
@@ -268,9 +269,12 @@ class TrainingCheck:
         if np.shape(ours) != np.shape(expected):
             return _Result(replace(row, verdict=f"shape {np.shape(ours)}"), np.inf)
         arrays = np.asarray(ours), np.asarray(expected)
-        row.error, _, excess, row.tolerance = errors(*arrays, self._usual, *self._tolerances, noise)
-        row.verdict = "equal" if excess <= 1 else "differs"
-        return _Result(row, excess, evidence)
+        found = errors(*arrays, self._usual, *self._tolerances, noise)
+        for worst in found.worst:
+            row.error, row.tolerance = worst.error, worst.allowed
+        row.verdict = "differs" if found.num_wrong else "equal"
+        ratio = row.error / row.tolerance if row.tolerance else np.inf
+        return _Result(row, ratio if row.error else 0.0, evidence)
 
     def _keep(self, result: _Result) -> None:
         """Keeps the first deviation of an array, or the step that is nearest to one."""
@@ -351,7 +355,9 @@ class TrainingCheck:
         results: list[_Result] = []
 
         def compare(stage: str, name: str, ours: Any, expected: Any, noise: Any = 0.0, key: str = "") -> _Result:
-            noise = noise + _GROWTH * relative.get(name, 0.0) * np.max(abs(expected), initial=0.0)
+            size = max(self._sizes.get((key, name), 0.0), float(np.max(abs(expected), initial=0.0)))
+            self._sizes[key, name] = size
+            noise = noise + _GROWTH * relative.get(name, 0.0) * size
             evidence = partial(self._evidence, port, step, None, name, gradients, ours, expected, key)
             return self._result(stage, f"{key} of {name}" if key else name, number, ours, expected, noise, evidence)
 

@@ -7,9 +7,11 @@ import textwrap
 from pathlib import Path
 
 import numpy as np
-import torch
+import pytest
 
 from tests.support.marks import row
+
+torch = pytest.importorskip("torch")
 
 PAGE = Path(__file__).parents[2] / "docs" / "exporting.md"
 PROGRAM = """
