@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import compress
@@ -73,6 +74,17 @@ def is_torch_code(func: Any) -> bool:
     return any(
         str(code.__module__).partition(".")[0] == "torch" for code in (func, *bases) if hasattr(code, "__module__")
     )
+
+
+@contextmanager
+def noting_packed_arguments(tool: str, args: tuple[Any, ...]) -> Generator[None]:
+    """Adds a note to errors of a tool that takes `*args` if the only one is a tuple, as checks take arguments."""
+    try:
+        yield
+    except Exception as error:
+        if len(args) == 1 and isinstance(args[0], (tuple, list)):
+            error.add_note(f"{tool} takes arguments one by one: {tool}(f, *inputs).")
+        raise
 
 
 def require_numbers(check: str, *, can_be_zero: bool = False, **options: float | None) -> None:

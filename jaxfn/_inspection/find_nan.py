@@ -26,7 +26,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.ref import AbstractRef
 
-from jaxfn._check.arguments import as_function
+from jaxfn._check.arguments import as_function, noting_packed_arguments
 from jaxfn._compat import eqn_source_line, lower_jaxpr
 from jaxfn._inspection.interpreter import EqnInterpreter
 from jaxfn._jaxpr import all_eqns, open_jaxpr
@@ -134,7 +134,8 @@ def find_nan(f: Callable[..., Any], /, *args: Any, **kwargs: Any) -> NanOrigin |
     """
     f = as_function(f, "find_nan")
     args, kwargs = with_arrays((args, kwargs))
-    origin = _find(f, args, kwargs)
+    with noting_packed_arguments("find_nan", args):
+        origin = _find(f, args, kwargs)
     if origin is None or origin.function is not None:
         return origin
     # A Python number is static, and a Function that is called with numbers alone has no labels: trace them.

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.core import AbstractValue
 
-from jaxfn._check.arguments import as_function
+from jaxfn._check.arguments import as_function, noting_packed_arguments
 from jaxfn._compat import eqn_source_line, make_jaxpr, name_p
 from jaxfn._jaxpr import SubJaxpr, is_any_of, is_variable, open_jaxpr, primitives, subjaxprs
 from jaxfn._observe import OBSERVATION, Label, Observation, label_p
@@ -281,7 +281,8 @@ def residuals(
             )
 
     def table(transform: Callable[[Any], Any]) -> ResidualTable:
-        return ResidualTable(list(_Passes(transform, f, args, differentiated).rows()))
+        with noting_packed_arguments("residuals", args):
+            return ResidualTable(list(_Passes(transform, f, args, differentiated).rows()))
 
     if policies is None:
         return table(lambda f: f)

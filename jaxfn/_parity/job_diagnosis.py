@@ -163,7 +163,7 @@ def _change(found: Evidence) -> str:
         return "a frozen parameter that is trained or decays"
     factor = _factor(found.ours, found.expected)
     if factor is not None:
-        return f"its change is {factor:.4g} times torch's: another learning rate, schedule or bias correction"
+        return f"its change is {factor:.6g} times torch's: another learning rate, schedule or bias correction"
     if (decay := _multiple(found.ours - found.expected, found.before)) is not None:
         return (
             f"its change differs by {decay:.4g} times the parameter: weight decay (`weight_decay` and `mask` of optax)"

@@ -631,6 +631,14 @@ def test_a_policy_that_is_none_is_named(policies):
 
 
 @row("K2")
+@pytest.mark.parametrize("tool", [jaxfn.residuals, jaxfn.find_nan])
+def test_arguments_in_a_tuple_are_noted(tool):
+    with pytest.raises(TypeError) as caught:
+        tool(jnp.multiply, (jnp.ones(3), jnp.ones(3)))
+    assert f"{tool.__name__} takes arguments one by one: {tool.__name__}(f, *inputs)." in caught.value.__notes__
+
+
+@row("K2")
 def test_the_work_is_in_proportion_to_the_number_of_rows():
     def calls(count):
         def f(x):
