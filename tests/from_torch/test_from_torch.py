@@ -676,6 +676,19 @@ def test_torch_is_optional():
     assert "pip install torch" in result.stdout
 
 
+CONVERSION_ALONE = """
+import sys, torch, jax, jaxfn
+jax.grad(jaxfn.from_torch(torch.nn.functional.softplus))(1.0)
+print(*(name for name in sys.modules if name.startswith(("jaxfn._torch.source", "jaxfn._port", "jaxfn._parity"))))
+"""
+
+
+@row("L2")
+def test_a_conversion_imports_nothing_that_ports_and_compares():
+    result = subprocess.run([sys.executable, "-c", CONVERSION_ALONE], capture_output=True, text=True, check=True)
+    assert result.stdout == "\n"
+
+
 @row("H1")
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated")
 def test_an_instance_of_a_function_is_not_a_function():
