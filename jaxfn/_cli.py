@@ -282,7 +282,9 @@ def _doctor(options: Any) -> int:
     has_torch = versions["torch"] != "not installed"
     works = {
         "Functions, gradcheck, kernelcheck, residuals, find_nan": "yes",
-        "from_torch, paritycheck": _torch_support() if has_torch else "no: pip install torch==2.13.0 (the CPU build)",
+        "from_torch, explain, port, paritycheck, trainingcheck": _torch_support()
+        if has_torch
+        else "no: pip install torch==2.13.0 (the CPU build)",
         "plots of reports": "yes" if versions["matplotlib"] != "not installed" else "no: pip install matplotlib",
     }
     if options.json:

@@ -71,6 +71,8 @@ class ShardingRule:
     @staticmethod
     def of(name: str, rule: str | ShardingRule | None) -> ShardingRule | None:
         """Returns the rule of a Function, which may be its text."""
+        if not isinstance(rule, (str, ShardingRule, type(None))):
+            raise TypeError(f"{name}: sharding_rule has to be a string or a jaxfn.ShardingRule, got {rule!r}")
         try:
             return ShardingRule(rule) if isinstance(rule, str) else rule
         except ValueError as error:

@@ -123,7 +123,7 @@ def explain_by_saved(
                     for text, replaced in right
                     for factor in replaced.values()
                 ]
-            what = "wrong factor of a term stopped" if is_cut or 2 * len(terms) > limit else ""
+            what = "wrong factor of a term stopped" if not texts and (is_cut or 2 * len(terms) > limit) else ""
     except Exception:  # the user's code, traced again or run for other arrays, must not hide the report
         return None, None
     if 0 < len(texts) <= _MAX_EXPLANATIONS:

@@ -180,7 +180,11 @@ class TrainingCheck:
             for result in wrong:
                 del self._results[result.row.stage, result.row.name]
         elif wrong:
-            first = min(wrong, key=lambda result: result.order)
+            # A wrong loss, gradient or buffer does not come from an optimizer's array of an earlier step.
+            of_others = min((r for r in wrong if r.row.stage != "optimizer"), key=lambda result: result.order)
+            first = of_others
+            if of_others.row.stage in ("clipping", "parameters"):
+                first = min(wrong, key=lambda result: result.order)
             report.step, report.stage, report.name = first.row.step, first.row.stage, first.row.name
             report.looks_like = looks_like(first.row.stage, first.evidence()) if first.evidence else ""
         report.rows = sorted((r.row for r in self._results.values()), key=lambda row: STAGES.index(row.stage))
@@ -337,6 +341,8 @@ class TrainingCheck:
             if step.clipped:
                 relative = relative + 2 * _TORCH_EPSILON / step.norm / _GROWTH
             self._relative[name] = np.maximum(self._relative.get(name, 0.0), relative)
+            if gradient.size and (abs(gradient) <= noise).all() and name not in self._record.frozen:
+                self._note(f"zero in torch is the gradient of {name}: mistakes in how it is trained may not show")
 
     def _check_extra(self, port: _PortStep, gradient: Any, updates: Any) -> None:
         """Finds parameters of the port that torch does not have, and that are trained."""
@@ -370,7 +376,9 @@ class TrainingCheck:
             results += [result._replace(rank=rank) for result in min(candidates, key=_unlikeness, default=[])]
         if step.count >= 0 and counts:
             nearest = min(counts, key=lambda count: abs(count - step.count))
-            results.append(self._result("optimizer", "step", number, np.array(nearest), np.array(step.count)))
+            both = np.array(nearest), np.array(step.count)
+            evidence = partial(self._evidence, port, step, None, "", gradients, *both)
+            results.append(self._result("optimizer", "step", number, *both, evidence=evidence))
         torch = {name: x - np.asarray(port.before[name]) for name, x in step.parameters.items()}
         expected = port.expected(torch)
         for name in [*step.parameters, *self._record.frozen]:
@@ -380,13 +388,25 @@ class TrainingCheck:
         return results
 
     def _check_buffers(self, port: _PortStep, step: TrainingStep, buffers: Any) -> None:
-        if not self._has_buffers:
-            return
-        ours = arrays_by_path(buffers)
+        ours = self._port.returned_buffers(buffers) if self._has_buffers else {}
         expected = arrays_by_path(self._port.load(port.before | _to_jax(step.parameters | step.buffers))[1])
-        for path, names in self._port.buffer_sources.items():
-            if names and path in ours:
+        compared = set(self._record.frozen)
+        for path, names in self._port.buffer_sources.items() if self._has_buffers else ():
+            if names:
                 self._keep(self._result("buffers", ", ".join(sorted(names)), port.number, ours[path], expected[path]))
+                compared |= names
+        for name in sorted(step.buffers.keys() - compared):
+            before, after = np.asarray(port.before[name]), step.buffers[name]
+            if np.array_equal(before, after, equal_nan=is_inexact(after.dtype)):
+                continue
+            if self._has_buffers and is_inexact(after.dtype):
+                self._keep(_Result(TrainingcheckRow("buffers", name, port.number, verdict="missing"), np.inf))
+            else:
+                self._note(f"not compared: buffer {name}, which is not among the port's new buffers")
+
+    def _note(self, text: str) -> None:
+        if text not in self._report.notes:
+            self._report.notes.append(text)
 
 
 def _unlikeness(results: Sequence[_Result]) -> tuple[int, float]:

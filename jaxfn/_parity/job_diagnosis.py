@@ -162,7 +162,7 @@ def _change(found: Evidence) -> str:
     if found.is_frozen:
         return "a frozen parameter that is trained or decays"
     factor = _factor(found.ours, found.expected)
-    if factor is not None:
+    if factor:
         return f"its change is {factor:.6g} times torch's: another learning rate, schedule or bias correction"
     if (decay := _multiple(found.ours - found.expected, found.before)) is not None:
         return (
@@ -193,7 +193,7 @@ def _epsilon(found: Evidence) -> str:
 def _factor(ours: Array, expected: Array) -> float | None:
     """Returns the constant factor between two arrays, if there is one."""
     multiple = _multiple(ours - expected, expected)
-    return None if multiple is None else float(f"{1 + multiple:.4g}")
+    return None if multiple is None else float(f"{1 + multiple:.7g}")
 
 
 def _multiple(difference: Array, basis: Array) -> float | None:

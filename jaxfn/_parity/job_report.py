@@ -19,7 +19,8 @@ class TrainingcheckRow:
       name: the name of the term of the loss, of torch's parameter or buffer, or of the optimizer's array of one.
       step: the step of the worst entry: the index of its group of batches.
       error, tolerance: the error of that entry, and the largest that is allowed.
-      verdict: "equal" or "differs"; "missing" or "extra" where only torch or only the port has it.
+      verdict: "equal" or "differs"; "missing" or "extra" where only torch or only the port has it; or
+        "shape ...", that of the port.
     """
 
     stage: str

@@ -51,6 +51,7 @@ class PortedModule:
     def __init__(
         self, function: Callable[..., Any], load: Load, has_buffers: bool, record: ModuleRecord | TrainingRecord
     ) -> None:
+        self._check = "paritycheck" if isinstance(record, ModuleRecord) else "trainingcheck"
         self._function = function
         self._user_load = load
         self._has_buffers = has_buffers
@@ -76,7 +77,7 @@ class PortedModule:
         if not _is_pair(loaded):
             kind = type(loaded).__name__
             raise TypeError(
-                f"paritycheck: with has_buffers=True, `load` has to return (parameters, buffers), got {kind}"
+                f"{self._check}: with has_buffers=True, `load` has to return (parameters, buffers), got {kind}"
             )
         return tuple(loaded)
 
@@ -92,8 +93,8 @@ class PortedModule:
             names = [name for name in arrays if not self._is_traceable(name)]
             which = ", ".join(names) if 0 < len(names) < len(arrays) else "its arrays"
             raise TypeError(
-                f"paritycheck: `load` cannot be differentiated by {which}: it makes NumPy arrays or Python numbers of "
-                "them, or sets them in an object that it did not create. Use methods of the arrays and jax.numpy."
+                f"{self._check}: `load` cannot be differentiated by {which}: it makes NumPy arrays or Python numbers "
+                "of them, or sets them in an object that it did not create. Use methods of the arrays and jax.numpy."
             ) from error
 
     def _is_traceable(self, name: str) -> bool:
@@ -131,13 +132,17 @@ class PortedModule:
             return _outputs(returned), {}
         if not _is_pair(returned):
             raise TypeError("paritycheck: with has_buffers=True, the port has to return (outputs, new buffers)")
-        new_buffers = arrays_by_path(returned[1])
-        if different := sorted(new_buffers.keys() ^ self.buffer_sources.keys()):
+        return _outputs(returned[0]), self.returned_buffers(returned[1])
+
+    def returned_buffers(self, buffers: Any) -> dict[str, Any]:
+        """Returns new buffers of the port by path; raises if they are not those that `load` returns."""
+        by_path = arrays_by_path(buffers)
+        if different := sorted(by_path.keys() ^ self.buffer_sources.keys()):
             raise ValueError(
-                "paritycheck: the port has to return the buffers that `load` returns, with new numbers. Only one of "
+                f"{self._check}: the port has to return the buffers that `load` returns, with new numbers. Only one of "
                 f"them returns {', '.join(different)}"
             )
-        return _outputs(returned[0]), new_buffers
+        return by_path
 
     def _program(self, named: Any, extra: Any, buffers: Any, values: Any) -> PortResults:
         def differentiable(named: Any, extra: Any, values: Any) -> Any:

@@ -136,6 +136,7 @@ def record_training(
         raise TypeError(f"{what}: `module` has to be a torch module, got {module!r}")
     if not callable(optimizer):
         raise TypeError(f"{what}: torch's optimizer has to be a function of a list of parameters, got {optimizer!r}")
+    batches = None if batches is None else list(batches)
     if not batches or len(batches) % accumulate:
         raise ValueError(
             f"{what}: expected one or more steps of {accumulate} batches, got {len(batches or ())} batches"
