@@ -129,7 +129,8 @@ def _span(frame: FrameType) -> _Span:
 
 def _path(frame: FrameType) -> list[ast.AST]:
     """Returns the nodes around the running instruction inside its function, the innermost last; none without source."""
-    tree, code = _syntax_tree(frame.f_code.co_filename), frame.f_code
+    code = frame.f_code
+    tree = _syntax_tree("".join(linecache.getlines(code.co_filename)))  # by text, as another file may have had the name
     path = [] if tree is None else list(_nodes_around(tree, _span(frame)))
     definitions = [i for i, node in enumerate(path) if isinstance(node, (ast.FunctionDef, ast.Lambda))]
     if not definitions:
@@ -152,9 +153,9 @@ def _nodes_around(node: ast.AST, span: _Span) -> Iterator[ast.AST]:
 
 
 @functools.lru_cache(maxsize=64)
-def _syntax_tree(filename: str) -> ast.AST | None:
+def _syntax_tree(text: str) -> ast.AST | None:
     try:
-        return ast.parse("".join(linecache.getlines(filename)))
+        return ast.parse(text)
     except SyntaxError:
         return None
 
