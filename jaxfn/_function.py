@@ -114,7 +114,7 @@ class Function:
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
-        if isinstance(cls.sharding_rule, str):
+        if cls.sharding_rule is not None:
             cls.sharding_rule = ShardingRule.of(cls.__name__, cls.sharding_rule)
         cls._jaxfn_dispatcher = _Dispatcher(cls)
         cls._jaxfn_apply = staticmethod(_make_apply(cls, cls._jaxfn_dispatcher))

@@ -69,7 +69,7 @@ class ShardingRule:
                     )
 
     @staticmethod
-    def of(name: str, rule: str | ShardingRule | None) -> ShardingRule | None:
+    def of(name: str, rule: Any) -> ShardingRule | None:
         """Returns the rule of a Function, which may be its text."""
         if not isinstance(rule, (str, ShardingRule, type(None))):
             raise TypeError(f"{name}: sharding_rule has to be a string or a jaxfn.ShardingRule, got {rule!r}")

@@ -389,7 +389,7 @@ def test_what_cannot_be_written(tmp_path):
 
 
 @row("H7")
-def test_a_file_that_was_changed_is_refused(tmp_path):
+def test_a_file_that_was_changed_raises(tmp_path):
     jaxfn.record_reference(torch.sin, random((3,)), tmp_path / "sin.npz")
     with np.load(tmp_path / "sin.npz") as file:
         arrays = dict(file)
