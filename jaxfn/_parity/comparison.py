@@ -6,7 +6,7 @@ torch too: its errors are measured there, as the differences of its results in t
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -28,7 +28,15 @@ _RTOL = {
     **dict.fromkeys(("float32", "complex64"), 2e-5),
 }
 _RTOL_DOUBLE = 1e-9
+_NOISE = 1e-2  # of a gradient that is zero, relative to the largest, in units of the tolerance
+_LARGER = 256  # the ratio of that gradient to the median of all from which on it says nothing about the others
 _LARGEST_RATIO = 32  # between the largest errors of torch and those that JAX may have
+
+
+def noise_of_zero(gradients: Iterable[Array], usual: float) -> float:
+    """Returns the size of a gradient that is zero up to rounding (of a bias before a normalization), beside others."""
+    sizes = [float(abs(x).max(initial=0)) for x in gradients if x.any()] or [0.0]
+    return _NOISE * usual * min(max(sizes), _LARGER * float(np.median(sizes)))
 
 
 def rounding(dtype: Any) -> float:

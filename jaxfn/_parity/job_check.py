@@ -26,7 +26,7 @@ from jax.tree_util import tree_flatten_with_path, tree_leaves, tree_map, tree_ma
 
 from jaxfn._check.staging import stage
 from jaxfn._parity.backends import function_name
-from jaxfn._parity.comparison import errors, rounding
+from jaxfn._parity.comparison import errors, noise_of_zero, rounding
 from jaxfn._parity.inputs import Array
 from jaxfn._parity.job_diagnosis import Evidence, fit, looks_like
 from jaxfn._parity.job_record import TrainingRecord, TrainingStep, terms_of
@@ -34,8 +34,6 @@ from jaxfn._parity.job_report import STAGES, TrainingcheckReport, TrainingcheckR
 from jaxfn._parity.ported_module import Load, PortedModule, arrays_by_path
 from jaxfn._tree import is_array_leaf, is_inexact
 
-_NOISE = 1e-2  # of a gradient that is zero, relative to the largest, in units of the tolerance
-_LARGER = 256  # the ratio of that gradient to the median of all from which on it says nothing about the others
 _GROWTH = 100  # of the relative error of a gradient, on its way through an optimizer
 _ULPS = 8  # of a parameter, the error of the difference of two
 _MAX_RELATIVE = 1e6
@@ -325,8 +323,7 @@ class TrainingCheck:
     def _check_gradients(
         self, port: _PortStep, step: TrainingStep, batch: Any, ours: dict[str, Array], changes: dict[str, Array]
     ) -> None:
-        sizes = [float(abs(x).max(initial=0)) for x in step.gradients.values() if x.any()] or [0.0]
-        noise = _NOISE * self._usual * min(max(sizes), _LARGER * float(np.median(sizes)))
+        noise = noise_of_zero(step.gradients.values(), self._usual)
         expected = step.gradients | {
             name: np.zeros_like(ours[name]) for name in self._record.frozen if name in ours and changes[name].any()
         }

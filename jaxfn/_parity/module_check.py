@@ -10,7 +10,7 @@ import jax
 import numpy as np
 
 from jaxfn._parity.backends import function_name
-from jaxfn._parity.comparison import compare, rounding
+from jaxfn._parity.comparison import compare, noise_of_zero, rounding
 from jaxfn._parity.inputs import Array
 from jaxfn._parity.layers import LayerSearch
 from jaxfn._parity.module_record import ModuleRecord
@@ -18,9 +18,6 @@ from jaxfn._parity.ported_module import Load, PortedModule
 from jaxfn._parity.report import ParitycheckReport, uncompared_row
 from jaxfn._tree import is_inexact
 
-# Noise of a gradient that is zero (of a bias before a normalization), relative to the largest gradient.
-_NOISE = 1e-2
-_LARGER = 256  # the ratio of that gradient to the median of all from which on it says nothing about the others
 _NOT_FOUND = (
     "no layer was found that deviates first: none of torch's values is missing in the port, or a later one is there. "
     "Name them in the port: jax.ad_checkpoint.checkpoint_name(y, 'name of the torch layer')."
@@ -67,8 +64,7 @@ class _ModuleCheck:
                 "mistake as small as a wrong epsilon may not show. Return captured arrays from `load`."
             )
         self._rtol = max(values.rtol, 0.0 if record.is_double else rounding(np.float32))
-        sizes = [float(abs(x).max(initial=0)) for x in record.gradients.values() if x.any()] or [0.0]
-        self._noise = _NOISE * self._rtol * min(max(sizes), _LARGER * float(np.median(sizes)))
+        self._noise = noise_of_zero(record.gradients.values(), self._rtol)
         self._check_outputs(results.outputs)
         outputs_pass = not report.failures
         self._check_gradients(results.gradients)
