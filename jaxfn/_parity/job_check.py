@@ -179,9 +179,8 @@ class TrainingCheck:
                 del self._results[result.row.stage, result.row.name]
         elif wrong:
             # A wrong loss, gradient or buffer does not come from an optimizer's array of an earlier step.
-            of_others = min((r for r in wrong if r.row.stage != "optimizer"), key=lambda result: result.order)
-            first = of_others
-            if of_others.row.stage in ("clipping", "parameters"):
+            first = min((r for r in wrong if r.row.stage != "optimizer"), key=lambda result: result.order)
+            if first.row.stage in ("clipping", "parameters"):
                 first = min(wrong, key=lambda result: result.order)
             report.step, report.stage, report.name = first.row.step, first.row.stage, first.row.name
             report.looks_like = looks_like(first.row.stage, first.evidence()) if first.evidence else ""
