@@ -384,13 +384,15 @@ class TrainingCheck:
         return results
 
     def _check_buffers(self, port: _PortStep, step: TrainingStep, buffers: Any) -> None:
-        ours = self._port.returned_buffers(buffers) if self._has_buffers else {}
-        expected = arrays_by_path(self._port.load(port.before | _to_jax(step.parameters | step.buffers))[1])
         compared = set(self._record.frozen)
-        for path, names in self._port.buffer_sources.items() if self._has_buffers else ():
-            if names:
-                self._keep(self._result("buffers", ", ".join(sorted(names)), port.number, ours[path], expected[path]))
-                compared |= names
+        if self._has_buffers:
+            ours = self._port.returned_buffers(buffers)
+            expected = arrays_by_path(self._port.load(port.before | _to_jax(step.parameters | step.buffers))[1])
+            for path, names in self._port.buffer_sources.items():
+                if names:
+                    what = ", ".join(sorted(names))
+                    self._keep(self._result("buffers", what, port.number, ours[path], expected[path]))
+                    compared |= names
         for name in sorted(step.buffers.keys() - compared):
             before, after = np.asarray(port.before[name]), step.buffers[name]
             if np.array_equal(before, after, equal_nan=is_inexact(after.dtype)):
