@@ -34,7 +34,7 @@ _LARGEST_RATIO = 32  # between the largest errors of torch and those that JAX ma
 
 
 def noise_of_zero(gradients: Iterable[Array], usual: float) -> float:
-    """Returns the size of a gradient that is zero up to rounding (of a bias before a normalization), beside others."""
+    """Returns the size of a gradient that is zero up to rounding (of a bias before a normalization)."""
     sizes = [float(abs(x).max(initial=0)) for x in gradients if x.any()] or [0.0]
     return _NOISE * usual * min(max(sizes), _LARGER * float(np.median(sizes)))
 
