@@ -1,7 +1,11 @@
 """from_torch on the torch that is installed: what it relies on is tried, and torch is left as it was found."""
 
+import collections.abc
+import copy
 import functools
 import gc
+import inspect
+import pickle
 import warnings
 from concurrent.futures import ThreadPoolExecutor
 
@@ -655,6 +659,30 @@ def test_threads_that_trace_concurrently():
 
     with ThreadPoolExecutor(3) as threads:
         assert list(threads.map(trace, (1, 2, 3))) == [[6] * 5, [12] * 5, [18] * 5]
+
+
+@row("H12")
+def test_classes_are_as_ever_to_a_thread_beside_one_that_traces():
+    made = []
+
+    def inspect_classes():
+        class Meta(type):
+            pass
+
+        made.extend([Meta, Meta("Made", (), {})])
+        assert inspect.getattr_static(type(int), "mro") and pickle.loads(pickle.dumps(type(int))) is type
+        assert isinstance(int, collections.abc.Hashable) and copy.deepcopy(type(Meta)) is type
+        return type(int).__mro__, type(3)
+
+    def run(x):
+        with ThreadPoolExecutor(1) as thread:
+            made.append(thread.submit(inspect_classes).result())
+        return x * 2
+
+    assert jaxfn.from_torch(function_of(run)).apply(2.0) == 4
+    meta, class_, (mro, of_number) = made[:3]
+    assert mro == (type, object) and of_number is int
+    assert type(meta) is type and type(class_) is meta and meta.__mro__ == (meta, type, object)
 
 
 @row("H14")

@@ -47,56 +47,60 @@ def is_same(a: object, b: object) -> bool:
     return any(own is not None and own.tensor is other for own, other in pairs)
 
 
-class _Type:
-    """Is `type` to code, except that it returns the apparent type of a traced tensor. No class derives from it."""
+class _Mutable(type):
+    """A metaclass whose classes may be given another one."""
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+
+class _Type(type, metaclass=_Mutable):
+    """Is `type` to code, except that it returns the apparent type of a traced tensor. No class derives from it.
+
+    It is a class, and its own type, as `type` is: code of other threads, Python's own too, reads its `__mro__`.
+    """
+
+    def __call__(cls, *args: Any, **kwargs: Any) -> Any:
+        if len(args) == 3:
+            name, bases, namespace = args
+            bases = tuple(_REAL_TYPE if base is _Type else base for base in bases)
+            return _REAL_TYPE(name, bases, namespace, **kwargs)
         found = _REAL_TYPE(*args, **kwargs)
-        if found in (FunctionalTensor, Selection) and len(args) == 1 and _is_for_user():
+        if found in (FunctionalTensor, Selection) and _is_for_user():
             return _apparent_type(args[0])
-        return self if found in (_REAL_TYPE, _Type) else found
+        return _Type if found is _REAL_TYPE else found
 
-    def __mro_entries__(self, bases: object) -> tuple[type]:
-        return (_REAL_TYPE,)
+    def __instancecheck__(cls, instance: object) -> bool:
+        return isinstance(instance, _REAL_TYPE)
 
-    def __reduce_ex__(self, protocol: object) -> str:
-        return "type"
+    def __subclasscheck__(cls, subclass: type) -> bool:
+        return issubclass(subclass, _REAL_TYPE)
 
-    def __instancecheck__(self, instance: object) -> bool:
-        return instance is self or isinstance(instance, _REAL_TYPE)
+    def __getattribute__(cls, name: str) -> Any:
+        return getattr(_REAL_TYPE, name)
 
-    def __subclasscheck__(self, subclass: Any) -> bool:
-        return subclass is self or issubclass(subclass, _REAL_TYPE)
-
-    def __getattribute__(self, name: str) -> Any:
-        is_own = name in ("__mro_entries__", "__reduce_ex__")
-        return object.__getattribute__(self, name) if is_own else getattr(_REAL_TYPE, name)
-
-    def __getitem__(self, item: Any) -> types.GenericAlias:
+    def __getitem__(cls, item: Any) -> types.GenericAlias:
         return types.GenericAlias(_REAL_TYPE, item)
 
-    def __or__(self, other: Any) -> Any:
+    def __or__(cls, other: Any) -> Any:
         return _REAL_TYPE | other
 
-    def __ror__(self, other: Any) -> Any:
+    def __ror__(cls, other: Any) -> Any:
         return other | _REAL_TYPE
 
-    def __eq__(self, other: object) -> bool:
-        return other is self or other is _REAL_TYPE
+    def __eq__(cls, other: object) -> bool:
+        return other is _Type or other is _REAL_TYPE
 
-    def __hash__(self) -> int:
+    def __hash__(cls) -> int:
         return hash(_REAL_TYPE)
 
-    def __repr__(self) -> str:
+    def __repr__(cls) -> str:
         return repr(_REAL_TYPE)
 
 
-_TYPE = _Type()
+_Type.__class__ = _Type
 
 
 def patch_type(_: Any) -> Any:
     """Returns the patch of `type`."""
-    return _TYPE
+    return _Type
 
 
 def patch_id(original: Callable[[object], int]) -> Any:
