@@ -672,7 +672,7 @@ def test_classes_are_as_ever_to_a_thread_beside_one_that_traces():
         made.extend([Meta, Meta("Made", (), {})])
         assert inspect.getattr_static(type(int), "mro") and pickle.loads(pickle.dumps(type(int))) is type
         assert isinstance(int, collections.abc.Hashable) and copy.deepcopy(type(Meta)) is type
-        return type(int).__mro__, type(3)
+        return type(int).__mro__, type(made)
 
     def run(x):
         with ThreadPoolExecutor(1) as thread:
@@ -680,8 +680,8 @@ def test_classes_are_as_ever_to_a_thread_beside_one_that_traces():
         return x * 2
 
     assert jaxfn.from_torch(function_of(run)).apply(2.0) == 4
-    meta, class_, (mro, of_number) = made[:3]
-    assert mro == (type, object) and of_number is int
+    meta, class_, (mro, of_list) = made[:3]
+    assert mro == (type, object) and of_list is list
     assert type(meta) is type and type(class_) is meta and meta.__mro__ == (meta, type, object)
 
 
