@@ -4,7 +4,6 @@ import json
 import subprocess
 import sys
 import textwrap
-from functools import partial
 
 import jax.numpy as jnp
 import numpy as np
@@ -17,15 +16,13 @@ from tests.support.marks import row, slow
 torch = pytest.importorskip("torch")
 
 from tests.support.training_jobs import (  # noqa: E402
-    DECAY,
     JOBS,
+    PAIRS,
     RATE,
     STEPS,
     Job,
-    Lion,
-    by_ndim,
-    decays,
     mistakes_of,
+    rated,
     trainings,
 )
 
@@ -126,33 +123,11 @@ def test_mistakes_of_optimizers(wrong):
     assert_matches(report, words)
 
 
-def rated(of_torch, **options):
-    return partial(of_torch, lr=RATE, **options)
-
-
 def step_schedule(optimizer):
     return torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5)
 
 
 HALVED = optax.exponential_decay(RATE, 2, 0.5, staircase=True)
-ADAFACTOR = optax.chain(
-    optax.scale_by_factored_rms(min_dim_size_to_factor=0, epsilon=1e-32),
-    optax.clip_by_block_rms(1.0),
-    optax.scale(-RATE),
-    optax.scale_by_param_block_rms(),
-)
-PAIRS = {
-    "sgd": (rated(torch.optim.SGD, weight_decay=DECAY), optax.chain(optax.add_decayed_weights(DECAY), optax.sgd(RATE))),
-    "nesterov": (rated(torch.optim.SGD, momentum=0.9, nesterov=True), optax.sgd(RATE, 0.9, nesterov=True)),
-    "adam": (rated(torch.optim.Adam), optax.adam(RATE)),
-    "adamw": (by_ndim(rated(torch.optim.AdamW)), optax.adamw(RATE, weight_decay=DECAY, mask=decays)),
-    "rmsprop": (
-        rated(torch.optim.RMSprop, momentum=0.9),
-        optax.rmsprop(RATE, 0.99, eps_in_sqrt=False, momentum=0.9),
-    ),
-    "adafactor": (rated(torch.optim.Adafactor, weight_decay=0.0), ADAFACTOR),
-    "lion": (rated(Lion), optax.lion(RATE, weight_decay=0.0)),
-}
 
 
 @row("H7b")

@@ -688,6 +688,30 @@ def by_ndim(make):
     return of
 
 
+def rated(of_torch, **options):
+    return partial(of_torch, lr=RATE, **options)
+
+
+ADAFACTOR = optax.chain(
+    optax.scale_by_factored_rms(min_dim_size_to_factor=0, epsilon=1e-32),
+    optax.clip_by_block_rms(1.0),
+    optax.scale(-RATE),
+    optax.scale_by_param_block_rms(),
+)
+PAIRS = {  # of torch's and optax's optimizers that do the same; optax has Adafactor's decay in float32
+    "sgd": (rated(torch.optim.SGD, weight_decay=DECAY), optax.chain(optax.add_decayed_weights(DECAY), optax.sgd(RATE))),
+    "nesterov": (rated(torch.optim.SGD, momentum=0.9, nesterov=True), optax.sgd(RATE, 0.9, nesterov=True)),
+    "adam": (rated(torch.optim.Adam), optax.adam(RATE)),
+    "adamw": (by_ndim(rated(torch.optim.AdamW)), optax.adamw(RATE, weight_decay=DECAY, mask=decays)),
+    "rmsprop": (
+        rated(torch.optim.RMSprop, momentum=0.9),
+        optax.rmsprop(RATE, 0.99, eps_in_sqrt=False, momentum=0.9),
+    ),
+    "adafactor": (rated(torch.optim.Adafactor, weight_decay=0.0), ADAFACTOR),
+    "lion": (rated(Lion), optax.lion(RATE, weight_decay=0.0)),
+}
+
+
 def cosine(count):
     return RATE * (1 + jnp.cos(jnp.pi * count / STEPS)) / 2
 
