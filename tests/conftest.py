@@ -33,7 +33,7 @@ def few_objects() -> Iterator[None]:
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--all", action="store_true", help="run the slow tests too")
-    parser.addoption("--brief", action="store_true", help="run one case of each quick test")
+    parser.addoption("--brief", action="store_true", help="run one quick test of each row in each file")
     parser.addoption("--row", action="append", help="run only tests of this row of docs/contract.md")
 
 
@@ -47,7 +47,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(tryfirst=True)  # before -k and -m choose
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Deselects tests of other rows than those of `--row`, slow tests without `--all`, further cases with `--brief`."""
+    """Deselects tests of other rows than those of `--row`, slow tests without `--all`, all but one a row with `--brief`."""
     rows = set(config.getoption("row") or ())
     chosen = [
         item
@@ -56,7 +56,13 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         and (not rows or any(rows.intersection(mark.args) for mark in item.iter_markers("row")))
     ]
     if config.getoption("brief"):
-        chosen = list({item.nodeid.partition("[")[0]: item for item in reversed(chosen)}.values())[::-1]
+        first = {
+            (item.path, name): item
+            for item in reversed(chosen)
+            for mark in item.iter_markers("row")
+            for name in mark.args
+        }
+        chosen = [item for item in chosen if item in first.values()]
     config.hook.pytest_deselected(items=list(set(items).difference(chosen)))
     items[:] = chosen
 

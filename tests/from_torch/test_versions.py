@@ -662,7 +662,7 @@ def test_threads_that_trace_concurrently():
 
 
 @row("H12")
-def test_classes_are_as_ever_to_a_thread_beside_one_that_traces():
+def test_classes_are_as_ever_to_a_thread_next_to_one_that_traces():
     made = []
 
     def inspect_classes():
