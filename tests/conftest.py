@@ -47,7 +47,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(tryfirst=True)  # before -k and -m choose
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Deselects tests of other rows than those of `--row`, slow tests without `--all`, all but one a row with `--brief`."""
+    """Deselects tests of rows that `--row` omits, slow ones without `--all`, all but one a row with `--brief`."""
     rows = set(config.getoption("row") or ())
     chosen = [
         item

@@ -698,7 +698,7 @@ ADAFACTOR = optax.chain(
     optax.scale(-RATE),
     optax.scale_by_param_block_rms(),
 )
-PAIRS = {  # of torch's and optax's optimizers that do the same; optax has Adafactor's decay in float32
+PAIRS = {  # of equal optimizers, of torch and optax, which computes the decay of Adafactor in float32
     "sgd": (rated(torch.optim.SGD, weight_decay=DECAY), optax.chain(optax.add_decayed_weights(DECAY), optax.sgd(RATE))),
     "nesterov": (rated(torch.optim.SGD, momentum=0.9, nesterov=True), optax.sgd(RATE, 0.9, nesterov=True)),
     "adam": (rated(torch.optim.Adam), optax.adam(RATE)),
