@@ -11,6 +11,7 @@ import sys
 import traceback
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from types import ModuleType
 from typing import Any, NoReturn
 
 import jaxfn
@@ -59,7 +60,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except Exception as error:
         is_usage = _is_about_arguments(error)
         text = first_line(error) if is_usage else f"{type(error).__name__}: {str(error).rstrip()}"
-        print(f"jaxfn: {text}", file=sys.stderr)
+        print(f"jaxfn: {text}{_torch_hint(error)}", file=sys.stderr)
         return 2 if is_usage else 1
 
 
@@ -68,6 +69,17 @@ def _is_about_arguments(error: Exception) -> bool:
     modules = [frame.f_globals.get("__name__", "") for frame, _ in traceback.walk_tb(error.__traceback__)]
     is_inside = any(module.partition(".")[0] not in _LIBRARIES for module in modules) or ADDED in vars(error)
     return isinstance(error, (TypeError, ValueError, OSError, ImportError)) and not is_inside  # torch may be missing
+
+
+def _torch_hint(error: Exception) -> str:
+    """Returns what to do where an error looks like that of torch code that was given JAX arrays."""
+    for frame, _ in traceback.walk_tb(error.__traceback__):
+        name, scope = frame.f_code.co_name, frame.f_globals
+        uses_torch = any(isinstance(value, ModuleType) and value.__name__ == "torch" for value in scope.values())
+        is_users = scope.get("__name__", "").partition(".")[0] not in _LIBRARIES
+        if is_users and uses_torch and isinstance(error, (TypeError, AttributeError)):
+            return f"\n  {name} was called with JAX arrays. Of torch code, name a conversion: jaxfn.from_torch({name})."
+    return ""
 
 
 def _parser() -> argparse.ArgumentParser:

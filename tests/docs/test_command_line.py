@@ -73,6 +73,9 @@ TORCH_CODE = """
 
     def tensors():
         return (torch.linspace(-1, 1, 5, dtype=torch.float64),)
+
+    def row(x):
+        return x.unsqueeze(0)
 """
 # Runs several commands in one process, each as it would run in its own.
 SEVERAL = """
@@ -181,8 +184,11 @@ def test_torch_code_is_converted(folder):
         ("check", "torch.nn:Linear", "--example", "float64[3]"),
     ]
     codes = [0] * len(right) + [2] * len(wrong)
-    for wanted, (code, _, err) in zip(codes, run_several(folder, *right, *wrong), strict=True):
+    *results, function = run_several(folder, *right, *wrong, ("check", "theirs:row", "--example", "float64[3]"))
+    for wanted, (code, _, err) in zip(codes, results, strict=True):
         assert code == wanted, err
+    assert function[0] == 1 and "row was called with JAX arrays" in function[2]
+    assert "jaxfn.from_torch(row)" in function[2]
 
 
 @row("L5")
