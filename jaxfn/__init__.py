@@ -69,9 +69,10 @@ if TYPE_CHECKING:
     from jaxfn._inspection.residuals import residuals
     from jaxfn._kernelcheck import kernelcheck
     from jaxfn._parity.paritycheck import paritycheck, record_reference
-    from jaxfn._parity.trainingcheck import trainingcheck
+    from jaxfn._port.public import port
+    from jaxfn._port.training.trainingcheck import trainingcheck
     from jaxfn._reports import CheckError
-    from jaxfn._torch import TranslationError, explain, from_torch, port
+    from jaxfn._torch import TranslationError, explain, from_torch
     from jaxfn._torch.convert.module import ConvertedModule as ConvertedModule
 
 __all__ = ["Function", "FunctionCtx", "ShardingRule"]
@@ -91,8 +92,9 @@ _TOOLS = {
     "jaxfn._inspection.residuals": "residuals",
     "jaxfn._kernelcheck": "kernelcheck",
     "jaxfn._parity.paritycheck": "paritycheck record_reference",
-    "jaxfn._parity.trainingcheck": "trainingcheck",
-    "jaxfn._torch": "TranslationError explain from_torch port",
+    "jaxfn._port.public": "port",
+    "jaxfn._port.training.trainingcheck": "trainingcheck",
+    "jaxfn._torch": "TranslationError explain from_torch",
     "jaxfn._vmap_method": "VmapInfo",
     "jaxfn._torch.convert.module": "ConvertedModule",
 }

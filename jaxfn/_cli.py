@@ -15,7 +15,7 @@ from types import ModuleType
 from typing import Any, NoReturn
 
 import jaxfn
-from jaxfn._check.arguments import as_arguments, as_function, is_torch_code
+from jaxfn._check.arguments import as_arguments, as_function, is_torch_code, parse_example
 from jaxfn._diagnostics import ADDED
 from jaxfn._reports import first_line
 
@@ -264,9 +264,10 @@ def _explain(options: Any) -> int:
 
 
 def _port(options: Any) -> int:
-    port = importlib.import_module("jaxfn._port")
+    from jaxfn._port.command import write_port
+
     code, examples = _load(options.function), _examples(options)
-    written = port.write_port(code, examples, Path(options.output), replace=options.force)
+    written = write_port(code, examples, Path(options.output), replace=options.force)
     result = {"files": list(map(str, written.files)), "notes": written.notes}
     print(json.dumps(result) if options.json else "\n".join((*(f"wrote {x}" for x in result["files"]), *written.notes)))
     return 0 if written.passed else 1
@@ -276,7 +277,7 @@ def _arguments(text: str, seed: int) -> tuple[Any, ...]:
     """Returns the arguments that a text describes, or that it names: they, or a function that returns them."""
     if not re.fullmatch(r"[\w.]+:[\w.]+", text):
         try:
-            return importlib.import_module("jaxfn._port").parse_example(text, seed)
+            return parse_example(text, seed)
         except ValueError as error:
             raise _UsageError(" ".join(str(error).split())) from error
     found = _load(text)

@@ -24,11 +24,11 @@ if TYPE_CHECKING:
     from jaxfn._kernelcheck.report import KernelcheckEntry as KernelcheckEntry
     from jaxfn._kernelcheck.report import KernelcheckReport as KernelcheckReport
     from jaxfn._kernelcheck.report import KernelcheckRow as KernelcheckRow
-    from jaxfn._parity.job_report import TrainingcheckReport as TrainingcheckReport
-    from jaxfn._parity.job_report import TrainingcheckRow as TrainingcheckRow
     from jaxfn._parity.report import Deviation as Deviation
     from jaxfn._parity.report import ParitycheckReport as ParitycheckReport
     from jaxfn._parity.report import ParitycheckRow as ParitycheckRow
+    from jaxfn._port.training.job_report import TrainingcheckReport as TrainingcheckReport
+    from jaxfn._port.training.job_report import TrainingcheckRow as TrainingcheckRow
     from jaxfn._reports import Entry as Entry
     from jaxfn._reports import Report as Report
     from jaxfn._reports import Row as Row
@@ -45,7 +45,7 @@ _TYPES = {
     "jaxfn._kernelcheck.report": "KernelcheckReport KernelcheckRow KernelcheckEntry",
     "jaxfn._inspection.residuals": "ResidualTable ResidualComparison Residual",
     "jaxfn._inspection.find_nan": "NanOrigin",
-    "jaxfn._parity.job_report": "TrainingcheckReport TrainingcheckRow",
+    "jaxfn._port.training.job_report": "TrainingcheckReport TrainingcheckRow",
     "jaxfn._parity.report": "ParitycheckReport ParitycheckRow Deviation",
     "jaxfn._torch.convert.explain": "Explanation ExplainedMethod AppliedFunction",
     "jaxfn._torch.graph.reads": "Read",

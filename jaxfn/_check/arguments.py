@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import ast
 import inspect
 import math
+import re
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -14,6 +16,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.tree_util import keystr, tree_map_with_path
 
 from jaxfn._function import Function, show_signature
@@ -146,6 +149,43 @@ def output_arrays(returned: Any) -> list[tuple[str, Any]]:
                 position = getattr(key, "idx", getattr(key, "name", key))  # the name in a namedtuple
             found.append((f"output {position}{keystr(tuple(path))}", leaf))
     return found
+
+
+def parse_example(text: str, seed: int) -> tuple[Any, ...]:
+    """Returns the arguments that a text describes, as `float32[3,4], int64[4] < 3, "mean"`.
+
+    `dtype[sizes]` is a random array, an integer one below the number after `<` (default: 2); anything else is a
+    literal of Python.
+
+    Raises:
+      ValueError: The text is not of this form.
+    """
+    generator = np.random.default_rng(seed)
+
+    def value(node: ast.expr) -> Any:
+        limit = 2
+        if isinstance(node, ast.Compare) and isinstance(node.ops[0], ast.Lt):
+            node, limit = node.left, ast.literal_eval(node.comparators[0])
+        if not (isinstance(node, ast.Subscript) and isinstance(node.value, ast.Name)):
+            try:
+                return ast.literal_eval(node)
+            except ValueError:
+                raise ValueError(f"{ast.unparse(node)} is neither dtype[sizes] nor a Python value") from None
+        shape = ast.literal_eval(node.slice)
+        shape = shape if isinstance(shape, tuple) else (shape,)
+        dtype = jnp.dtype(node.value.id)
+        if dtype.kind in "iub":
+            return np.asarray(generator.integers(0, limit, shape)).astype(dtype)
+        parts = generator.standard_normal((2, *shape))
+        return (parts[0] + 1j * parts[1] if dtype.kind == "c" else parts[0]).astype(dtype)
+
+    try:
+        filled = re.sub(r"\[\s*\]", "[()]", text)  # The sizes of an array without dimensions.
+        (expression,) = ast.parse(f"({filled},)" if text.strip() else "()").body
+        assert isinstance(expression, ast.Expr) and isinstance(expression.value, ast.Tuple)
+        return tuple(map(value, expression.value.elts))
+    except (SyntaxError, TypeError, ValueError, AssertionError) as error:
+        raise ValueError(f"{text!r} is not a list of arguments, as in 'float32[3,4], 2': {error}") from error
 
 
 def function_name(func: Callable[..., Any]) -> str:

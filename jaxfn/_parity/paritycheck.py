@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
@@ -16,9 +16,6 @@ from jaxfn._gradcheck.problem.monitor import CallMonitor
 from jaxfn._parity.backends import JaxBackend, Measurements, Runs, TorchBackend
 from jaxfn._parity.comparison import Errors, compare, errors, rounding
 from jaxfn._parity.inputs import Array, Inputs
-from jaxfn._parity.module_check import check_module
-from jaxfn._parity.module_record import ModuleRecord, record_module
-from jaxfn._parity.ported_module import Load
 from jaxfn._parity.report import ParitycheckReport, ParitycheckRow, uncompared_row
 from jaxfn._parity.torch_results import (
     TorchResults,
@@ -26,11 +23,13 @@ from jaxfn._parity.torch_results import (
     read_torch_results,
     torch_versions,
     write_torch_results,
-    write_training_record,
 )
-from jaxfn._parity.trainingcheck import record_training
 from jaxfn._torch import runs_on_jax
 from jaxfn._tree import is_inexact
+
+if TYPE_CHECKING:
+    from jaxfn._port.modules.module_record import ModuleRecord
+    from jaxfn._port.modules.ported_module import Load
 
 _SAMPLES = 4  # of the inputs, for which the errors of torch are measured
 
@@ -134,6 +133,8 @@ def paritycheck(
     if not is_file and inputs is None:
         raise TypeError("paritycheck: `inputs` are missing. Pass the arguments on which to compare.")
     if load is not None:
+        from jaxfn._port.modules.module_check import check_module
+
         record, versions = _module_record(reference, inputs)
         report = check_module(func, record, load, has_buffers, versions, rtol, atol)
         if raise_exception:
@@ -206,6 +207,8 @@ def record_reference(
     Torch counterpart: none.
     """
     if module is not None:
+        from jaxfn._port.training.trainingcheck import record_training, write_training_record
+
         what = "record_reference"
         record = record_training(func, inputs, module, optimizer, scheduler, max_norm, accumulate, what)
         return write_training_record(os.fspath(path), record)
@@ -213,6 +216,8 @@ def record_reference(
         raise TypeError("record_reference: a training job has a `module`, which its optimizer trains. Pass it.")
     recorded = _run_torch(func, inputs, True, "record_reference")
     if isinstance(func, import_torch("record_reference").nn.Module):
+        from jaxfn._port.modules.module_record import record_module
+
         recorded = replace(recorded, module=record_module(func, inputs))
     write_torch_results(os.fspath(path), recorded)
 
@@ -227,6 +232,8 @@ def _module_record(reference: Any, inputs: Sequence[Any] | None) -> tuple[Module
     torch = import_torch("paritycheck")
     if not isinstance(reference, torch.nn.Module):
         raise TypeError(f"paritycheck: with `load`, the reference has to be a torch module, got {reference!r}")
+    from jaxfn._port.modules.module_record import record_module
+
     return record_module(reference, inputs), torch_versions()
 
 

@@ -8,7 +8,7 @@ import zipfile
 import zlib
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax.numpy as jnp
 import numpy as np
@@ -16,10 +16,11 @@ import numpy as np
 from jaxfn._parity.backends import Measurements, Runs
 from jaxfn._parity.comparison import expected_ulps
 from jaxfn._parity.inputs import Array
-from jaxfn._parity.job_record import TrainingRecord, training_record
-from jaxfn._parity.module_record import ModuleRecord, module_record
 from jaxfn._reports import first_line
 from jaxfn._version import __version__
+
+if TYPE_CHECKING:
+    from jaxfn._port.modules.module_record import ModuleRecord
 
 _RUNS = ("native", "double", "nudged")
 _FORMAT = 1
@@ -82,10 +83,10 @@ def torch_versions() -> dict[str, str]:
 def write_torch_results(path: str, found: TorchResults) -> None:
     """Writes results of torch to a file."""
     arrays: dict[str, Array] = {}
-    args = [_encoded(arg, f"argument {i}", arrays) for i, arg in enumerate(found.args)]
+    args = [encode_value(arg, f"argument {i}", arrays) for i, arg in enumerate(found.args)]
     results = {name: getattr(found.runs, name) for name in _RUNS} | {"errors": found.errors}
     arrays |= {f"{run}/{what}": array for run, of_run in results.items() for what, array in of_run.items()}
-    module = None if found.module is None else _encoded(asdict(found.module), "the module", arrays)
+    module = None if found.module is None else encode_value(asdict(found.module), "the module", arrays)
     content = {
         "module": module,
         "name": found.name,
@@ -94,7 +95,7 @@ def write_torch_results(path: str, found: TorchResults) -> None:
         "no_double": found.runs.no_double,
         "versions": found.versions,
     }
-    _write(path, content, arrays)
+    write_file(path, content, arrays)
 
 
 def read_torch_results(path: str) -> TorchResults:
@@ -104,31 +105,11 @@ def read_torch_results(path: str) -> TorchResults:
       OSError: The file cannot be opened.
       ValueError: It is not a file that `record_reference` wrote of a function or module.
     """
-    return _read(path, "paritycheck", _torch_results)
+    return read_file(path, "paritycheck", _torch_results)
 
 
-def write_training_record(path: str, record: TrainingRecord) -> None:
-    """Writes the results of a training job to a file."""
-    arrays: dict[str, Array] = {}
-    training = _encoded(asdict(record), "the training job", arrays)
-    _write(path, {"training": training, "versions": torch_versions()}, arrays)
-
-
-def read_training_record(path: str) -> tuple[TrainingRecord, dict[str, str]]:
-    """Reads the results of a training job from a file, and the versions of torch and NumPy.
-
-    Raises:
-      OSError: The file cannot be opened.
-      ValueError: It is not a file that `record_reference` wrote of a training job.
-    """
-    return _read(
-        path,
-        "trainingcheck",
-        lambda content, arrays: (training_record(_decoded(content["training"], arrays)), content["versions"]),
-    )
-
-
-def _write(path: str, content: dict[str, Any], arrays: dict[str, Array]) -> None:
+def write_file(path: str, content: dict[str, Any], arrays: dict[str, Array]) -> None:
+    """Writes what JSON supports, and arrays, to a file."""
     # NumPy's format does not have bfloat16 and float8 types; they are written as bits.
     plain = {name: array.view(f"u{array.itemsize}") if _is_foreign(array) else array for name, array in arrays.items()}
     dtypes = {name: str(array.dtype) for name, array in arrays.items()}
@@ -145,7 +126,13 @@ def _digest(text: str, arrays: Mapping[str, Array]) -> str:
     return digest.hexdigest()
 
 
-def _read(path: str, what: str, decode: Callable[[Any, dict[str, Array]], Any]) -> Any:
+def read_file(path: str, what: str, decode: Callable[[Any, dict[str, Array]], Any]) -> Any:
+    """Reads a file that `write_file` wrote, for the check `what`, and returns what `decode` returns for its content.
+
+    Raises:
+      OSError: The file cannot be opened.
+      ValueError: It was changed, or `decode` raises.
+    """
     try:
         with open(path, "rb") as file, np.load(file, allow_pickle=False) as content:
             text = str(content["content"])
@@ -171,13 +158,18 @@ def _torch_results(content: Any, arrays: dict[str, Array]) -> TorchResults:
         {name.removeprefix(f"{run}/"): x for name, x in arrays.items() if name.startswith(f"{run}/")}
         for run in (*_RUNS, "errors")
     )
+    module = content["module"]
+    if module is not None:
+        from jaxfn._port.modules.module_record import module_record
+
+        module = module_record(decode_value(module, arrays))
     return TorchResults(
         content["name"],
-        tuple(_decoded(arg, arrays) for arg in content["args"]),
+        tuple(decode_value(arg, arrays) for arg in content["args"]),
         Runs(native, double, nudged, content["no_second_order"], content["no_double"]),
         errors,
         content["versions"],
-        None if content["module"] is None else module_record(_decoded(content["module"], arrays)),
+        module,
     )
 
 
@@ -189,17 +181,21 @@ def _with_dtype(array: Array, dtype: str) -> Array:
     return array if str(array.dtype) == dtype else array.view(jnp.dtype(dtype))
 
 
-def _encoded(value: Any, where: str, arrays: dict[str, Array]) -> dict[str, Any]:
-    """Returns a value as JSON, and adds its arrays to `arrays`."""
+def encode_value(value: Any, where: str, arrays: dict[str, Array]) -> dict[str, Any]:
+    """Returns a value as JSON, and adds its arrays to `arrays`.
+
+    Raises:
+      TypeError: JSON does not support it. The message names the part, which is in `where`.
+    """
     if isinstance(value, np.ndarray):
         name = f"input/{len(arrays)}"
         arrays[name] = value
         return {"array": name}
     if isinstance(value, (tuple, list)):
         kind = "tuple" if isinstance(value, tuple) else "list"
-        return {kind: [_encoded(item, f"{where}[{i}]", arrays) for i, item in enumerate(value)]}
+        return {kind: [encode_value(item, f"{where}[{i}]", arrays) for i, item in enumerate(value)]}
     if isinstance(value, dict) and all(isinstance(key, str) for key in value):
-        return {"dict": {key: _encoded(item, f"{where}[{key!r}]", arrays) for key, item in value.items()}}
+        return {"dict": {key: encode_value(item, f"{where}[{key!r}]", arrays) for key, item in value.items()}}
     if value is None or type(value) in (bool, int, float, str):
         return {"value": value}
     raise TypeError(
@@ -208,13 +204,14 @@ def _encoded(value: Any, where: str, arrays: dict[str, Array]) -> dict[str, Any]
     )
 
 
-def _decoded(encoded: Mapping[str, Any], arrays: Mapping[str, Array]) -> Any:
+def decode_value(encoded: Mapping[str, Any], arrays: Mapping[str, Array]) -> Any:
+    """Returns the value that `encode_value` encoded."""
     ((kind, content),) = encoded.items()
     if kind == "array":
         return arrays[content]
     if kind == "dict":
-        return {key: _decoded(item, arrays) for key, item in content.items()}
+        return {key: decode_value(item, arrays) for key, item in content.items()}
     if kind in ("tuple", "list"):
-        items = [_decoded(item, arrays) for item in content]
+        items = [decode_value(item, arrays) for item in content]
         return tuple(items) if kind == "tuple" else items
     return content

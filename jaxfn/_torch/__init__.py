@@ -1,4 +1,4 @@
-"""`from_torch`, `explain` and `port`: existing PyTorch code on JAX.
+"""`from_torch` and `explain`: existing PyTorch code on JAX.
 
 This module does not import torch, so `import jaxfn` does not either. Most other modules of the package do.
 """
@@ -6,15 +6,13 @@ This module does not import torch, so `import jaxfn` does not either. Most other
 from __future__ import annotations
 
 import functools
-import re
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, Literal, cast, overload
 
 import jax
 
 from jaxfn._functional import function
-from jaxfn._torch.values.arrays import with_arrays
 from jaxfn._torch.values.errors import TranslationError as TranslationError
 
 if TYPE_CHECKING:
@@ -174,65 +172,10 @@ def explain(code: Any, /, *args: Any, **kwargs: Any) -> Explanation:
 
     Torch counterpart: none.
     """
-    return _conversion(code).explain(args, kwargs)
+    return conversion_of(code).explain(args, kwargs)
 
 
-def port(code: Any, /, *args: Any, examples: Sequence[Sequence[Any]] = (), **kwargs: Any) -> str:
-    """Rewrites the Python source of a torch Function or function for JAX, and proves it.
-
-    torch runs the code on the examples, and its source is rewritten by what it did there: calls of torch become
-    `jax.numpy`, in-place updates assignments, and the rest does not change. The result is compared with the conversion
-    under `jax.jit`, in outputs, gradients and second derivatives: at the examples, at two other sizes, at ties, zeros,
-    NaN and infinity, in double precision, and for each combination of inputs that need a gradient.
-
-    Args:
-      code: A subclass of `torch.autograd.Function`, a Python function of tensors, or the conversion of one.
-      *args: Arguments of the code, of `apply` if it is a Function, with concrete arrays.
-      examples: Arguments of more calls, for lines that the first call does not reach.
-      **kwargs: Keyword arguments of the code.
-
-    Returns:
-      The text of a module that imports jax, numpy and jaxfn, and defines a `jaxfn.Function` or function of this name,
-      with the functions that it calls. Code that draws random numbers takes a parameter `key`. Lines that no example
-      reached raise `NotImplementedError`.
-
-    Raises:
-      TypeError: `code` is a module, or not torch code.
-      TranslationError: A statement has no rule, or the results differ. The message names the line.
-
-    Examples:
-      >>> import torch, jax.numpy as jnp, jaxfn
-      >>> def scale(x):
-      ...     square = torch.sum(x * x, dim=-1, keepdim=True)  # its squared length
-      ...     return x.div(square.sqrt() + 1)
-      >>> text = jaxfn.port(scale, jnp.ones((2, 3)))
-      >>> print(text[text.index("def scale") :].strip())
-      def scale(x):
-          square = (x * x).sum(axis=-1, keepdims=True)  # its squared length
-          return x / (jnp.sqrt(square) + 1)
-
-    Torch counterpart: none.
-    """
-    conversion = _conversion(code)
-    from torch.nn import Module
-
-    from jaxfn._torch.source.source import write_source
-
-    if isinstance(conversion.original, Module):
-        raise TypeError(
-            f"the source of a module ({type(conversion.original).__name__}) is not rewritten. Call its conversion, "
-            "jaxfn.from_torch(module).apply, and rewrite the Functions that it applies: jaxfn.port(F, x)"
-        )
-    kwargs.pop(conversion.key_name, None)
-    args, kwargs, examples = with_arrays((args, kwargs, examples))
-    try:
-        return write_source(conversion.original, conversion.call, args, kwargs, examples)
-    except TranslationError as error:  # the conversion's own, which says how from_torch converts the code
-        error.args = (re.sub(r"\. Or name a JAX function[^\n]*", "", str(error)),)
-        raise
-
-
-def _conversion(code: Any) -> Conversion:
+def conversion_of(code: Any) -> Conversion:
     """Returns the conversion of torch code, or of what `from_torch` returned."""
     return (code if hasattr(code, "_jaxfn_conversion") else from_torch(code))._jaxfn_conversion
 

@@ -37,14 +37,43 @@ LAYERS = [
     ("jaxfn._torch.operations",),
     ("jaxfn._torch.graph",),
     ("jaxfn._torch.trace",),
-    ("jaxfn._torch.source",),
     ("jaxfn._torch.convert",),
     ("jaxfn._torch",),
     ("jaxfn._check",),
     ("jaxfn._gradcheck.problem", "jaxfn._gradcheck.report"),
-    ("jaxfn._gradcheck", "jaxfn._inspection", "jaxfn._kernelcheck", "jaxfn._parity"),
-    ("jaxfn",),
+    ("jaxfn._gradcheck", "jaxfn._inspection", "jaxfn._kernelcheck", "jaxfn._parity", "jaxfn._port"),
+    ("jaxfn", "jaxfn._port.command"),
 ]
+
+# What the port imports besides `jaxfn` itself, and who imports the port when a user asks for it.
+PORT_IMPORTS = {
+    "jaxfn._check.arguments": "as_arguments as_function require_numbers",
+    "jaxfn._check.draws": "draw",
+    "jaxfn._check.staging": "JaxprFunction stage",
+    "jaxfn._compat": "dce_jaxpr eqn_source_line lower_jaxpr name_p record_source_lines",
+    "jaxfn._inspection.interpreter": "EqnInterpreter",
+    "jaxfn._jaxpr": "all_eqns needed_eqns open_jaxpr",
+    "jaxfn._parity.backends": "Measurements draw_grad_outputs draw_tensor function_name output_leaves to_numpy "
+    "torch_grad torch_vjp",
+    "jaxfn._parity.comparison": "compare errors noise_of_zero rounding",
+    "jaxfn._parity.inputs": "Array Inputs",
+    "jaxfn._parity.report": "Deviation ParitycheckReport uncompared_row",
+    "jaxfn._parity.torch_results": "decode_value encode_value import_torch read_file torch_versions write_file",
+    "jaxfn._reports": "Report aligned first_line html_table preformatted public small",
+    "jaxfn._torch": "conversion_of",
+    "jaxfn._torch._compat": "CLAMP_SPLITS_TIES scripted_function",
+    "jaxfn._torch.graph.source_lines": "is_user_code",
+    "jaxfn._torch.values.arrays": "to_jax to_torch with_arrays",
+    "jaxfn._torch.values.errors": "TranslationError",
+    "jaxfn._tree": "is_array_leaf is_inexact is_key",
+}
+PORT_USERS = {
+    "jaxfn.__init__",
+    "jaxfn.reports",
+    "jaxfn._cli",
+    "jaxfn._parity.paritycheck",
+    "jaxfn._parity.torch_results",
+}
 
 
 def layer_of(module):
@@ -63,14 +92,19 @@ def file_of(name):
     return None
 
 
-def imports_of(module):
-    """The modules of jaxfn that one imports, wherever in it."""
-    names = []
-    for node in ast.walk(ast.parse(MODULES[module].read_text())):
+def imported_names(nodes):
+    """The dotted names that nodes of a syntax tree import."""
+    for node in nodes:
         if isinstance(node, ast.Import):
-            names += [alias.name for alias in node.names]
+            yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
-            names += [f"{node.module}.{alias.name}" for alias in node.names]
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+
+
+def imports_of(module, only_at_once=False):
+    """The modules of jaxfn that one imports, wherever in it, or when it is imported itself."""
+    tree = ast.parse(MODULES[module].read_text())
+    names = imported_names(tree.body if only_at_once else ast.walk(tree))
     return set(map(file_of, names)) - {module, None}
 
 
@@ -83,6 +117,20 @@ def test_modules_import_from_their_own_layer_and_from_below():
 
 def test_no_circle_of_imports():
     TopologicalSorter({module: imports_of(module) for module in MODULES}).prepare()
+
+
+def is_port(name):
+    return name.startswith("jaxfn._port.")
+
+
+def test_the_port_can_be_cut_off():
+    trees = [ast.parse(path.read_text()) for module, path in MODULES.items() if is_port(module)]
+    names = {name for tree in trees for name in imported_names(ast.walk(tree)) if name.startswith("jaxfn.")}
+    expected = {f"{module}.{name}" for module, names in PORT_IMPORTS.items() for name in names.split()}
+    assert {name for name in names if not is_port(name)} == expected
+    others = [module for module in MODULES if not is_port(module)]
+    assert {module for module in others if any(map(is_port, imports_of(module)))} == PORT_USERS
+    assert not [module for module in others if any(map(is_port, imports_of(module, only_at_once=True)))]
 
 
 def test_names_that_jax_and_torch_do_not_promise_are_reached_in_four_modules():

@@ -34,7 +34,7 @@ WITH_EXAMPLES = [
 
 @pytest.mark.parametrize("name", WITH_EXAMPLES)
 def test_docstring_examples(name):
-    if name.startswith(("jaxfn._torch", "jaxfn._parity")):
+    if name.startswith(("jaxfn._torch", "jaxfn._parity", "jaxfn._port")):
         pytest.importorskip("torch")
     module = importlib.import_module(name)
     source = Path(module.__file__).read_text()
@@ -245,7 +245,7 @@ def test_import_needs_jax_and_numpy_and_tools_are_imported_when_they_are_asked_f
     code = """
         import sys, jaxfn
         assert not {"torch", "equinox", "optax", "sklearn", "matplotlib"} & set(sys.modules)
-        tools = ("_gradcheck", "_inspection", "_kernelcheck", "_parity", "_torch")
+        tools = ("_gradcheck", "_inspection", "_kernelcheck", "_parity", "_port", "_torch")
         assert not [name for name in sys.modules if name.startswith(tuple("jaxfn." + tool for tool in tools))]
         from jaxfn import gradcheck
         assert gradcheck is jaxfn.gradcheck and "jaxfn._gradcheck" in sys.modules

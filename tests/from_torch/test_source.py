@@ -230,12 +230,12 @@ def test_what_cannot_be_written_raises_with_the_line(name):
 @row("H18")
 def test_results_that_differ_raise(monkeypatch):
     """A wrong rule of the table is found by the comparison."""
-    from jaxfn._torch.source import table
+    from jaxfn._port.source import table
 
     entries = dict(table.table())
     (tanh,) = entries["tanh"]
     monkeypatch.setattr(table, "table", lambda: entries)
-    monkeypatch.setattr("jaxfn._torch.source.expressions.table", lambda: entries)
+    monkeypatch.setattr("jaxfn._port.source.expressions.table", lambda: entries)
     wrong = {"jnp.sinh({input})": "outputs", "jnp.tanh(lax.stop_gradient({input}))": "second derivatives"}
     for function, (code, what) in zip((samples.Tanh, samples.TanhBackward), wrong.items(), strict=True):
         entries["tanh"] = [tanh._replace(plain=code, strict=code)]

@@ -18,9 +18,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from jaxfn._torch._compat import scripted_function
-from jaxfn._torch.source import helpers
-from jaxfn._torch.source.expressions import (
+from jaxfn._port.source import helpers
+from jaxfn._port.source.expressions import (
     ReadsVariableError,
     RewriteOptions,
     Site,
@@ -28,11 +27,12 @@ from jaxfn._torch.source.expressions import (
     code_of_function,
     is_torchs,
 )
-from jaxfn._torch.source.observe import ObservedRun, is_function_class, is_user_class, is_user_function
-from jaxfn._torch.source.rewrite import FunctionRewriter
-from jaxfn._torch.source.source_file import SourceFile, Span, bound_names
-from jaxfn._torch.source.table import table
-from jaxfn._torch.source.typecheck import dtype_text
+from jaxfn._port.source.observe import ObservedRun, is_function_class, is_user_class, is_user_function
+from jaxfn._port.source.rewrite import FunctionRewriter
+from jaxfn._port.source.source_file import SourceFile, Span, bound_names
+from jaxfn._port.source.table import table
+from jaxfn._port.source.typecheck import dtype_text
+from jaxfn._torch._compat import scripted_function
 from jaxfn._torch.values.errors import TranslationError
 
 _IMPORTS = {

@@ -13,7 +13,7 @@ from jax.tree_util import keystr, tree_flatten_with_path, tree_unflatten
 from jaxfn._check.staging import stage
 from jaxfn._jaxpr import needed_eqns
 from jaxfn._parity.inputs import Array
-from jaxfn._parity.job_record import TrainingStep
+from jaxfn._port.training.job_record import TrainingStep
 
 _CLOSE = 1e-6  # the relative error of a number that counts as explained
 _UNEXPLAINED = 0.05  # the part of the difference of two arrays that an explanation may leave

@@ -12,10 +12,10 @@ import numpy as np
 from jaxfn._parity.backends import function_name
 from jaxfn._parity.comparison import compare, noise_of_zero, rounding
 from jaxfn._parity.inputs import Array
-from jaxfn._parity.layers import LayerSearch
-from jaxfn._parity.module_record import ModuleRecord
-from jaxfn._parity.ported_module import Load, PortedModule
 from jaxfn._parity.report import ParitycheckReport, uncompared_row
+from jaxfn._port.modules.layers import LayerSearch
+from jaxfn._port.modules.module_record import ModuleRecord
+from jaxfn._port.modules.ported_module import Load, PortedModule
 from jaxfn._tree import is_inexact
 
 _NOT_FOUND = (

@@ -28,10 +28,10 @@ from jaxfn._check.staging import stage
 from jaxfn._parity.backends import function_name
 from jaxfn._parity.comparison import errors, noise_of_zero, rounding
 from jaxfn._parity.inputs import Array
-from jaxfn._parity.job_diagnosis import Evidence, fit, looks_like
-from jaxfn._parity.job_record import TrainingRecord, TrainingStep, terms_of
-from jaxfn._parity.job_report import STAGES, TrainingcheckReport, TrainingcheckRow
-from jaxfn._parity.ported_module import Load, PortedModule, arrays_by_path
+from jaxfn._port.modules.ported_module import Load, PortedModule, arrays_by_path
+from jaxfn._port.training.job_diagnosis import Evidence, fit, looks_like
+from jaxfn._port.training.job_record import TrainingRecord, TrainingStep, terms_of
+from jaxfn._port.training.job_report import STAGES, TrainingcheckReport, TrainingcheckRow
 from jaxfn._tree import is_array_leaf, is_inexact
 
 _GROWTH = 100  # of the relative error of a gradient, on its way through an optimizer

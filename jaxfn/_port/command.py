@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import ast
-import re
 import runpy
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import jax.numpy as jnp
 import numpy as np
 
 import jaxfn
@@ -124,40 +121,3 @@ def _arguments(example: Sequence[Any], *, is_recorded: bool) -> str:
         else:
             texts.append(repr(value))
     return "".join(f"{text}, " for text in texts).removesuffix(" ")
-
-
-def parse_example(text: str, seed: int) -> tuple[Any, ...]:
-    """Returns the arguments that a text describes, as `float32[3,4], int64[4] < 3, "mean"`.
-
-    `dtype[sizes]` is a random array, an integer one below the number after `<` (default: 2); anything else is a
-    literal of Python.
-
-    Raises:
-      ValueError: The text is not of this form.
-    """
-    generator = np.random.default_rng(seed)
-
-    def value(node: ast.expr) -> Any:
-        limit = 2
-        if isinstance(node, ast.Compare) and isinstance(node.ops[0], ast.Lt):
-            node, limit = node.left, ast.literal_eval(node.comparators[0])
-        if not (isinstance(node, ast.Subscript) and isinstance(node.value, ast.Name)):
-            try:
-                return ast.literal_eval(node)
-            except ValueError:
-                raise ValueError(f"{ast.unparse(node)} is neither dtype[sizes] nor a Python value") from None
-        shape = ast.literal_eval(node.slice)
-        shape = shape if isinstance(shape, tuple) else (shape,)
-        dtype = jnp.dtype(node.value.id)
-        if dtype.kind in "iub":
-            return np.asarray(generator.integers(0, limit, shape)).astype(dtype)
-        parts = generator.standard_normal((2, *shape))
-        return (parts[0] + 1j * parts[1] if dtype.kind == "c" else parts[0]).astype(dtype)
-
-    try:
-        filled = re.sub(r"\[\s*\]", "[()]", text)  # The sizes of an array without dimensions.
-        (expression,) = ast.parse(f"({filled},)" if text.strip() else "()").body
-        assert isinstance(expression, ast.Expr) and isinstance(expression.value, ast.Tuple)
-        return tuple(map(value, expression.value.elts))
-    except (SyntaxError, TypeError, ValueError, AssertionError) as error:
-        raise ValueError(f"{text!r} is not a list of arguments, as in 'float32[3,4], 2': {error}") from error

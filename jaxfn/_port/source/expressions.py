@@ -13,9 +13,9 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from jaxfn._torch.source import rules
-from jaxfn._torch.source.observe import ObservedRun, ObservedTensor, is_function_class, is_user_function
-from jaxfn._torch.source.source_file import (
+from jaxfn._port.source import rules
+from jaxfn._port.source.observe import ObservedRun, ObservedTensor, is_function_class, is_user_function
+from jaxfn._port.source.source_file import (
     FunctionNode,
     SourceFile,
     Span,
@@ -25,10 +25,10 @@ from jaxfn._torch.source.source_file import (
     viewed_name,
     views_in,
 )
-from jaxfn._torch.source.spelling import NoRuleError, as_operand, fields, fill, grouped, parse_expression, select
-from jaxfn._torch.source.table import Argument, TableEntry, code_of, table
-from jaxfn._torch.source.typecheck import TemplateCheck, dtype_text
-from jaxfn._torch.source.vjp_regions import Region, argument_of, find_regions, gradient_of, is_backward, names_of
+from jaxfn._port.source.spelling import NoRuleError, as_operand, fields, fill, grouped, parse_expression, select
+from jaxfn._port.source.table import Argument, TableEntry, code_of, table
+from jaxfn._port.source.typecheck import TemplateCheck, dtype_text
+from jaxfn._port.source.vjp_regions import Region, argument_of, find_regions, gradient_of, is_backward, names_of
 
 Site = tuple[str, Span]
 _AUGMENTED: dict[type[ast.operator], str] = {

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from jaxfn._torch.source.source_file import FunctionNode, bound_names
+from jaxfn._port.source.source_file import FunctionNode, bound_names
 
 
 class Region(NamedTuple):

@@ -12,7 +12,7 @@ from jax.tree_util import tree_map
 
 from jaxfn._parity.backends import Measurements, to_numpy
 from jaxfn._parity.inputs import Inputs
-from jaxfn._parity.module_record import aliases, arrays_of
+from jaxfn._port.modules.module_record import aliases, arrays_of
 from jaxfn._reports import first_line
 from jaxfn._torch.values.arrays import to_torch
 from jaxfn._tree import is_array_leaf

@@ -13,9 +13,9 @@ import numpy as np
 import torch
 from jax import lax
 
-from jaxfn._torch.source import helpers
-from jaxfn._torch.source.observe import ObservedTensor
-from jaxfn._torch.source.spelling import NoRuleError, fields
+from jaxfn._port.source import helpers
+from jaxfn._port.source.observe import ObservedTensor
+from jaxfn._port.source.spelling import NoRuleError, fields
 from jaxfn._torch.values.arrays import to_jax
 
 _RTOL = 1e-4

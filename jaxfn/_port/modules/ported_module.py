@@ -17,9 +17,9 @@ from jaxfn._compat import dce_jaxpr, eqn_source_line, lower_jaxpr, record_source
 from jaxfn._jaxpr import all_eqns, needed_eqns, open_jaxpr
 from jaxfn._parity.backends import draw_grad_outputs, output_leaves, torch_vjp
 from jaxfn._parity.inputs import Array, Inputs
-from jaxfn._parity.job_record import TrainingRecord
-from jaxfn._parity.module_record import ModuleRecord
-from jaxfn._parity.values import Values
+from jaxfn._port.modules.module_record import ModuleRecord
+from jaxfn._port.modules.values import Values
+from jaxfn._port.training.job_record import TrainingRecord
 from jaxfn._tree import is_array_leaf, is_inexact, is_key
 
 Load = Callable[[dict[str, Any]], Any]

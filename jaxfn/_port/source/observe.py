@@ -20,9 +20,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as torch_tree
 
-from jaxfn._torch._compat import scripted_function
-from jaxfn._torch.graph.source_lines import is_user_code
-from jaxfn._torch.source.source_file import (
+from jaxfn._port.source.source_file import (
     FunctionNode,
     SourceFile,
     SourceFiles,
@@ -32,6 +30,8 @@ from jaxfn._torch.source.source_file import (
     viewed_name,
     views_in,
 )
+from jaxfn._torch._compat import scripted_function
+from jaxfn._torch.graph.source_lines import is_user_code
 from jaxfn._torch.values.errors import TranslationError
 
 METHODS = ("forward", "backward", "vjp", "setup_context", "jvp", "vmap")

@@ -18,10 +18,10 @@ import numpy as np
 import torch
 
 from jaxfn._jaxpr import all_eqns
-from jaxfn._torch.source.module import Module
-from jaxfn._torch.source.observe import is_function_class, is_user_function
-from jaxfn._torch.source.samples import Example, subsets, variations
-from jaxfn._torch.source.typecheck import numpy_dtype
+from jaxfn._port.source.module import Module
+from jaxfn._port.source.observe import is_function_class, is_user_function
+from jaxfn._port.source.samples import Example, subsets, variations
+from jaxfn._port.source.typecheck import numpy_dtype
 from jaxfn._torch.values.errors import TranslationError
 
 _RTOL = {"float16": 4e-3, "bfloat16": 3e-2, "float32": 3e-5, "complex64": 3e-5}

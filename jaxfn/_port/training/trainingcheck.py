@@ -4,16 +4,25 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
+from dataclasses import asdict
 from typing import Any
 
 import jax
 
 from jaxfn._check.arguments import as_function, require_numbers
-from jaxfn._parity.job_check import TrainingCheck
-from jaxfn._parity.job_record import TorchJob, TrainingRecord
-from jaxfn._parity.job_report import TrainingcheckReport
-from jaxfn._parity.ported_module import Load
-from jaxfn._parity.torch_results import import_torch, read_training_record, torch_versions
+from jaxfn._parity.inputs import Array
+from jaxfn._parity.torch_results import (
+    decode_value,
+    encode_value,
+    import_torch,
+    read_file,
+    torch_versions,
+    write_file,
+)
+from jaxfn._port.modules.ported_module import Load
+from jaxfn._port.training.job_check import TrainingCheck
+from jaxfn._port.training.job_record import TorchJob, TrainingRecord, training_record
+from jaxfn._port.training.job_report import TrainingcheckReport
 
 
 def trainingcheck(
@@ -142,3 +151,24 @@ def record_training(
             f"{what}: expected one or more steps of {accumulate} batches, got {len(batches or ())} batches"
         )
     return TorchJob(torch_loss, module, optimizer, scheduler, max_norm, accumulate).record(batches)
+
+
+def write_training_record(path: str, record: TrainingRecord) -> None:
+    """Writes the results of a training job to a file."""
+    arrays: dict[str, Array] = {}
+    training = encode_value(asdict(record), "the training job", arrays)
+    write_file(path, {"training": training, "versions": torch_versions()}, arrays)
+
+
+def read_training_record(path: str) -> tuple[TrainingRecord, dict[str, str]]:
+    """Reads the results of a training job from a file, and the versions of torch and NumPy.
+
+    Raises:
+      OSError: The file cannot be opened.
+      ValueError: It is not a file that `record_reference` wrote of a training job.
+    """
+    return read_file(
+        path,
+        "trainingcheck",
+        lambda content, arrays: (training_record(decode_value(content["training"], arrays)), content["versions"]),
+    )

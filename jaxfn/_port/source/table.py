@@ -11,9 +11,9 @@ from typing import Any, NamedTuple
 
 import torch
 
-from jaxfn._torch.source import rules
-from jaxfn._torch.source.observe import ObservedTensor
-from jaxfn._torch.source.spelling import select
+from jaxfn._port.source import rules
+from jaxfn._port.source.observe import ObservedTensor
+from jaxfn._port.source.spelling import select
 
 _ENTRY = re.compile(r"^(?P<names>[^(\[]+)(?P<method>\[method\])?\((?P<parameters>.*?)\) => (?P<code>.*)$")
 # The names that some functions of torch accept for NumPy's sake, or had in older versions.

@@ -11,20 +11,20 @@ from typing import Any
 
 import torch
 
-from jaxfn._torch.source import rules
-from jaxfn._torch.source.expressions import (
+from jaxfn._port.source import rules
+from jaxfn._port.source.expressions import (
     ExpressionRewriter,
     callee_name,
     check_result,
     elements,
     operator_template,
 )
-from jaxfn._torch.source.observe import ObservedTensor
-from jaxfn._torch.source.source_file import Span, bound_names
-from jaxfn._torch.source.spelling import NoRuleError, fill
-from jaxfn._torch.source.table import Argument
-from jaxfn._torch.source.typecheck import OtherValuesError
-from jaxfn._torch.source.vjp_regions import Region, gradient_of
+from jaxfn._port.source.observe import ObservedTensor
+from jaxfn._port.source.source_file import Span, bound_names
+from jaxfn._port.source.spelling import NoRuleError, fill
+from jaxfn._port.source.table import Argument
+from jaxfn._port.source.typecheck import OtherValuesError
+from jaxfn._port.source.vjp_regions import Region, gradient_of
 from jaxfn._torch.values.errors import TranslationError
 
 _NO_BODY = (ast.Raise, ast.Pass, ast.Break, ast.Continue)

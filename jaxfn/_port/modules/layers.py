@@ -19,9 +19,9 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 import numpy as np
 
 from jaxfn._parity.inputs import Array
-from jaxfn._parity.module_record import LayerCall, ModuleRecord
 from jaxfn._parity.report import Deviation
-from jaxfn._parity.values import Values, is_informative, order_of_axes
+from jaxfn._port.modules.module_record import LayerCall, ModuleRecord
+from jaxfn._port.modules.values import Values, is_informative, order_of_axes
 
 _OF_INPUT = "gradient of its input"
 Gradients = Mapping[str, tuple[Array, Array]]
