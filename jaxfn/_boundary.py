@@ -224,7 +224,7 @@ _MESSAGES = {
     ),
     "backward static": (
         "returned a gradient different than None for {where}, but that input is the Python value {value}, not an "
-        "array. Return None for it."
+        "array. Return None for it, or pass jax.numpy.asarray({value}) to have its gradient."
     ),
     "jvp static": (
         "returned a tangent different than None for {where}, which is not differentiable ({value}). Return None for it."

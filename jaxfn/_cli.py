@@ -10,6 +10,7 @@ import re
 import sys
 import traceback
 from collections.abc import Callable, Sequence
+from difflib import get_close_matches
 from pathlib import Path
 from types import ModuleType
 from typing import Any, NoReturn
@@ -167,7 +168,8 @@ def _load(name: str) -> Any:
         raise _UsageError(f"cannot import {module_name}: {error}") from error
     for part in attribute.split("."):
         if not hasattr(found, part):
-            raise _UsageError(f"{module_name} has no {attribute}")
+            close = "".join(f"; did you mean {name}?" for name in get_close_matches(part, dir(found), 1))
+            raise _UsageError(f"{module_name} has no {attribute}{close}")
         found = getattr(found, part)
     return found
 
@@ -182,7 +184,7 @@ def _torch_code(name: str) -> Any:
     """Imports anything that can be called."""
     found = _load(name)
     if not callable(found):
-        raise _UsageError(f"{name} is a {type(found).__name__}, expected a function")
+        raise _UsageError(f"{name} is of type {type(found).__name__}, expected a function")
     return found
 
 
@@ -254,7 +256,8 @@ def _residuals(options: Any) -> int:
 def _find_nan(options: Any) -> int:
     origin = jaxfn.find_nan(_callable(options.function), *_example(options))
     if origin is None:
-        print("null" if options.json else "no NaN or infinity reaches a result")
+        text = "no NaN or infinity reaches a result. For those of a derivative, name one: gradient = jax.grad(f)"
+        print("null" if options.json else text)
         return 0
     return _conclude(options, origin)
 

@@ -49,7 +49,7 @@ class Arguments:
 
 
 def as_function(func: Any, check: str) -> Callable[..., Any]:
-    """Returns the function that a check is called with: of a Function class its `apply`.
+    """Returns the function that a check is called with: of a Function class its `apply`, of a module its pure function.
 
     Raises:
       TypeError: `func` is torch code, or cannot be called.
@@ -65,7 +65,7 @@ def as_function(func: Any, check: str) -> Callable[..., Any]:
         )
     if not callable(func):
         raise TypeError(f"{check} takes a Function class or a function, and its arguments; got {func!r} first")
-    return func
+    return getattr(func, "_jaxfn_of_arguments", func)
 
 
 def is_torch_code(func: Any) -> bool:

@@ -95,7 +95,7 @@ def write_torch_results(path: str, found: TorchResults) -> None:
         "no_double": found.runs.no_double,
         "versions": found.versions,
     }
-    write_file(path, content, arrays)
+    write_file(path, "paritycheck", content, arrays)
 
 
 def read_torch_results(path: str) -> TorchResults:
@@ -108,12 +108,12 @@ def read_torch_results(path: str) -> TorchResults:
     return read_file(path, "paritycheck", _torch_results)
 
 
-def write_file(path: str, content: dict[str, Any], arrays: dict[str, Array]) -> None:
-    """Writes what JSON supports, and arrays, to a file."""
+def write_file(path: str, what: str, content: dict[str, Any], arrays: dict[str, Array]) -> None:
+    """Writes what JSON supports, and arrays, to a file for the check `what`."""
     # NumPy's format does not have bfloat16 and float8 types; they are written as bits.
     plain = {name: array.view(f"u{array.itemsize}") if _is_foreign(array) else array for name, array in arrays.items()}
     dtypes = {name: str(array.dtype) for name, array in arrays.items()}
-    text = json.dumps({"format": _FORMAT, "jaxfn": __version__, "dtypes": dtypes} | content)
+    text = json.dumps({"format": _FORMAT, "jaxfn": __version__, "check": what, "dtypes": dtypes} | content)
     with open(path, "wb") as file:
         np.savez(file, allow_pickle=False, content=np.array(text), digest=np.array(_digest(text, plain)), **plain)
 
@@ -145,6 +145,8 @@ def read_file(path: str, what: str, decode: Callable[[Any, dict[str, Array]], An
             plain, digest = {name: content[name] for name in known["dtypes"]}, str(content["digest"])
         if _digest(text, plain) != digest:
             raise ValueError("it was changed after it was written")
+        if known["check"] != what:
+            raise ValueError(f"it is a reference for {known['check']}")
         return decode(known, {name: _with_dtype(array, known["dtypes"][name]) for name, array in plain.items()})
     except (ValueError, TypeError, KeyError, AttributeError, EOFError, zipfile.BadZipFile, zlib.error) as error:
         raise ValueError(

@@ -121,10 +121,10 @@ def test_check_says_what_is_wrong_by_its_exit_code_and_as_json(folder):
 
 
 WRONG = {
-    ("check", "functions:missing", "--example", "float64[3]"): "functions has no missing",
+    ("check", "functions:squar", "--example", "float64[3]"): "functions has no squar; did you mean square?",
     ("check", "nowhere:square", "--example", "float64[3]"): "cannot import nowhere",
     ("check", "functions", "--example", "float64[3]"): "not of the form module:name",
-    ("check", "functions:number", "--example", "3"): "number is a float, expected a function",
+    ("check", "functions:number", "--example", "3"): "number is of type float, expected a function",
     ("check", "functions:square"): "arguments are missing",
     ("check", "functions:square", "--example", "float64["): "is not a list of arguments",
     ("check", "functions:square", "--example", "float64(3)"): "float64(3) is neither dtype[sizes] nor a Python value",
@@ -148,14 +148,14 @@ WRONG = {
         "float64[3]",
         "--has-buffers",
     ): "--has-buffers needs --load",
-    ("paritycheck", "functions:number", "missing.npz"): "number is a float, expected a function",
+    ("paritycheck", "functions:number", "missing.npz"): "number is of type float, expected a function",
     (
         "paritycheck",
         "functions:square",
         "functions:number",
         "--example",
         "float64[3]",
-    ): "number is a float, expected a function",
+    ): "number is of type float, expected a function",
     ("dance",): "invalid choice",
 }
 

@@ -50,3 +50,23 @@ def test_residuals_of_a_converted_function_have_its_name():
         ("Root", "saved_tensors[0]", "intermediate"),
         ("Root", "saved_tensors[1]", "input"),
     }
+
+
+class Net(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.fc = torch.nn.Linear(3, 2, dtype=torch.float64)
+
+    def forward(self, x):
+        return Root.apply(self.fc(x) ** 2 + 1, self.fc.bias[0])
+
+
+@row("I1", "G5")
+def test_checks_take_a_converted_module_as_a_function_of_its_arguments():
+    net, x = jaxfn.from_torch(Net()), jnp.asarray([[0.2, -0.7, 1.3]])
+    with jax.enable_x64(True):
+        report = jaxfn.check(net, x.astype(jnp.float64), second_order=False)
+    assert report.function == "Net" and report.notes == ["forward mode is not defined, so it was not checked"]
+    _, first = inspect.getsourcelines(Root.backward)
+    assert f"test_inspection.py:{first}" in report.reports[0].source[0]
+    assert {r.function for r in jaxfn.residuals(net, x.astype(jnp.float32))} >= {"Root"}

@@ -281,8 +281,10 @@ def test_a_changed_file_raises(recorded):
     for wrong in ({"batches": []}, {"max_norm": 1.0}, {"accumulate": 2}, {"optimizer": (optax.sgd(1.0), None)}):
         with pytest.raises(TypeError, match="a recorded job has its own"):
             jaxfn.trainingcheck(port["loss"], recorded / "job.npz", **(options | wrong))
-    with pytest.raises(ValueError, match="cannot be read"):
+    with pytest.raises(ValueError, match="it is a reference for trainingcheck"):
         jaxfn.paritycheck(port["loss"], recorded / "job.npz")
+    with pytest.raises(TypeError, match="`optimizer` is optax's alone; got <function"):
+        jaxfn.trainingcheck(port["loss"], recorded / "job.npz", **(options | {"optimizer": port["loss"]}))
 
 
 @row("H7b")

@@ -103,9 +103,15 @@ def trainingcheck(
     if isinstance(torch_loss, (str, os.PathLike)):
         options = {"batches": batches, "module": module, "scheduler": scheduler, "max_norm": max_norm}
         given = [name for name, value in options.items() if value is not None] + ["accumulate"] * (accumulate != 1)
-        if given or not hasattr(optimizer, "update"):
-            extra = ", ".join(given) or "torch's optimizer"
-            raise TypeError(f"trainingcheck: a recorded job has its own {extra}. Pass it to record_reference.")
+        if given:
+            raise TypeError(
+                f"trainingcheck: a recorded job has its own {', '.join(given)}. Pass it to record_reference."
+            )
+        if not hasattr(optimizer, "update"):
+            raise TypeError(
+                "trainingcheck: a recorded job has its own optimizer of torch, so `optimizer` is optax's alone; got "
+                f"{optimizer!r}."
+            )
         record, versions = read_training_record(os.fspath(torch_loss))
     else:
         if hasattr(optimizer, "update") or not (isinstance(optimizer, tuple) and len(optimizer) == 2):
@@ -157,7 +163,7 @@ def write_training_record(path: str, record: TrainingRecord) -> None:
     """Writes the results of a training job to a file."""
     arrays: dict[str, Array] = {}
     training = encode_value(asdict(record), "the training job", arrays)
-    write_file(path, {"training": training, "versions": torch_versions()}, arrays)
+    write_file(path, "trainingcheck", {"training": training, "versions": torch_versions()}, arrays)
 
 
 def read_training_record(path: str) -> tuple[TrainingRecord, dict[str, str]]:

@@ -10,7 +10,7 @@ import types
 import warnings
 import weakref
 from collections import OrderedDict, deque
-from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import jax
@@ -93,6 +93,16 @@ class ConvertedModule:
     @property
     def _jaxfn_conversion(self) -> Conversion:
         return Conversion(self.torch_module, self.apply, self._callable.code.key_name, self._explain)
+
+    @property
+    def _jaxfn_of_arguments(self) -> Callable[..., Any]:
+        """The module as a pure function of the arguments alone, for the checks."""
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            return self.apply(self.parameters, self.buffers, *args, **kwargs)[0]
+
+        call.__name__ = call.__qualname__ = self._callable.code.name
+        return call
 
     @property
     def parameters(self) -> Arrays:
@@ -389,7 +399,7 @@ class ConvertedModule:
             )
         twice = [key for key in parameters if key in buffers]
         if twice:
-            raise TypeError(f"{name}: {', '.join(twice)} is in both the parameters and the buffers")
+            raise TypeError(f"{name}: {', '.join(twice)} is in both the parameters and the buffers. Pass a name once")
         self._check_known({**parameters, **buffers}, tensors)
 
     def _check_known(self, arrays: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]) -> None:
