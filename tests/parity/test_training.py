@@ -5,6 +5,7 @@ import subprocess
 import sys
 import textwrap
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
@@ -30,7 +31,7 @@ TRAININGS = trainings()
 SFT, DPO, PPO = Job("transformer", "sft"), Job("gru", "dpo"), Job("cnn", "ppo")
 
 
-def check(job, wrong="", training="sgd", optimizer=None, seed=0, **options):
+def check(job, wrong="", training="sgd", optimizer=None, make=None, seed=0, **options):
     """Runs the check of a job with a mistake in its loss or another optimizer."""
     used = TRAININGS[training]
     return jaxfn.trainingcheck(
@@ -39,7 +40,7 @@ def check(job, wrong="", training="sgd", optimizer=None, seed=0, **options):
         job.batches(used.batches, seed),
         module=job.module(seed),
         load=job.load,
-        optimizer=(optimizer or used.optimizer, used.make),
+        optimizer=(optimizer or used.optimizer, make or used.make),
         has_buffers=job.has_buffers,
         raise_exception=False,
         **(used.options | options),
@@ -77,7 +78,8 @@ LOSSES = {
     (PPO, "mask"): r"the port does not use \['mask'\] of the batch",
     (PPO, "advantage"): "something is constant in one library",
     (PPO, "no clip"): "loss: policy",
-    (PPO, "buffers"): "buffers: body.norm.running_",
+    (PPO, "buffers"): r"buffers: body.norm.running_.* \(the port does not change it\)",
+    (PPO, "momentum"): "its change is 2 times torch's: another momentum",
 }
 
 
@@ -208,6 +210,110 @@ def test_a_port_of_another_structure():
     assert (lost.stage, lost.name, lost.failures[0].verdict) == ("gradient", "head.weight", "missing"), lost
     terms = run(change_loss=lambda loss, p: {"loss": loss, "decay": 0.0 * loss})
     assert (terms.stage, terms.name, terms.failures[0].verdict) == ("loss", "decay", "extra"), terms
+
+
+class Sign(torch.optim.Optimizer):
+    def __init__(self, parameters):
+        super().__init__(parameters, {"lr": RATE})
+
+    @torch.no_grad()
+    def step(self):
+        for group in self.param_groups:
+            for p in group["params"]:
+                p -= RATE * p.grad.sign()
+
+
+@row("H7b")
+def test_an_optimizer_that_ignores_the_size_of_gradients():
+    wrong = check(SMALL, optimizer=optax.sign_sgd(2 * RATE), make=Sign)
+    assert (wrong.stage, wrong.looks_like[:24]) == ("parameters", "its change is 2 times to"), wrong
+
+
+class Adversary(torch.nn.Module):
+    """A generator, a discriminator, which the optimizer does not have, and an average that the forward pass updates."""
+
+    def __init__(self):
+        super().__init__()
+        self.generator, self.discriminator = torch.nn.Linear(3, 2), torch.nn.Linear(2, 1)
+        self.average = torch.nn.Parameter(torch.randn(2), requires_grad=False)
+
+    def forward(self, x):
+        with torch.no_grad():
+            self.average.lerp_(self.generator.bias, 0.1)
+        return torch.nn.functional.softplus(self.discriminator(self.generator(x) - self.average)).mean()
+
+
+@row("H7b")
+@pytest.mark.parametrize("wrong", ["", "trains", "keeps", "does not return"])
+def test_parameters_that_the_optimizer_does_not_have(wrong):
+    names = ["generator.weight", "generator.bias"] + ["discriminator.weight"] * (wrong == "trains")
+
+    def load(arrays):
+        constant = {name: x for name, x in arrays.items() if name not in names and name != "average"}
+        average = {} if wrong == "does not return" else {"average": arrays["average"]}
+        return {name: arrays[name] for name in names}, constant | average
+
+    def loss(p, s, batch):
+        new = dict(s)
+        average = s.get("average", jnp.zeros(2))
+        if wrong not in ("keeps", "does not return"):
+            average = new["average"] = 0.9 * average + 0.1 * jax.lax.stop_gradient(p["generator.bias"])
+        a = s | p
+        x = batch["x"] @ a["generator.weight"].T + a["generator.bias"] - average
+        y = x @ a["discriminator.weight"].T + a["discriminator.bias"]
+        return jax.nn.softplus(y).mean(), new
+
+    report = jaxfn.trainingcheck(
+        loss,
+        lambda module, batch: module(batch["x"]),
+        [{"x": np.random.default_rng(i).standard_normal((4, 3))} for i in range(3)],
+        module=Adversary(),
+        load=load,
+        optimizer=(optax.adam(RATE), lambda parameters: torch.optim.Adam(parameters[:2], RATE)),
+        has_buffers=True,
+        raise_exception=False,
+    )
+    expected = {"": ("", ""), "trains": ("gradient", "discriminator.weight")}
+    assert (report.stage, report.name) == expected.get(wrong, (report.stage, report.name)), report
+    assert bool(report) is not wrong or report.stage in ("loss", "buffers"), report
+
+
+def check_linear(module, make, scale=1.0):
+    """Checks a regression, whose loss is scaled."""
+    return jaxfn.trainingcheck(
+        lambda p, batch: scale * ((batch["x"] @ p["weight"].T + p["bias"]) ** 2).mean(),
+        lambda module, batch: scale * (module(batch["x"]) ** 2).mean(),
+        [{"x": np.random.default_rng(i).standard_normal((4, 3))} for i in range(2)],
+        module=module,
+        load=dict,
+        optimizer=(optax.sgd(RATE), make),
+    )
+
+
+@row("H7b")
+def test_an_optimizer_of_other_parameters_raises():
+    module = torch.nn.Linear(3, 2)
+    with pytest.raises(ValueError, match="other parameters than those of the list that it is made of"):
+        check_linear(module, lambda _: torch.optim.SGD(module.parameters(), RATE))
+
+
+@row("H7b")
+def test_gradients_that_are_not_finite_are_a_note():
+    report = check_linear(torch.nn.Linear(3, 2), rated(torch.optim.SGD), np.nan)
+    assert any(note.startswith("not finite in torch is the gradient of weight") for note in report.notes), report
+
+
+@row("H7b")
+def test_sparse_gradients():
+    report = jaxfn.trainingcheck(
+        lambda p, batch: (p["weight"][batch["i"]] ** 2).sum(),
+        lambda module, batch: (module(batch["i"]) ** 2).sum(),
+        [{"i": np.array(i)} for i in ([3, 1, 3], [0, 0, 4])],
+        module=torch.nn.Embedding(7, 2, sparse=True),
+        load=dict,
+        optimizer=(optax.sgd(RATE), rated(torch.optim.SGD)),
+    )
+    assert report and not report.notes, report
 
 
 PORT = """

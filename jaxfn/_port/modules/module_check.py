@@ -37,7 +37,7 @@ def check_module(
     report = ParitycheckReport(record.name, function_name(func), versions | {"jax": jax.__version__})
     report.notes += record.notes
     with jax.enable_x64(True):
-        _ModuleCheck(PortedModule(func, load, has_buffers, record), record, report, rtol, atol).run(has_buffers)
+        _ModuleCheck(PortedModule(func, load, has_buffers, record), record, report, rtol, atol).run()
     return report
 
 
@@ -55,7 +55,7 @@ class _ModuleCheck:
         self._report = report
         self._tolerances = rtol, atol
 
-    def run(self, has_buffers: bool) -> None:
+    def run(self) -> None:
         record, report = self._record, self._report
         results, values, coarse = self._port.evaluate(rounding)
         if coarse and record.is_double:
@@ -69,7 +69,10 @@ class _ModuleCheck:
         outputs_pass = not report.failures
         self._check_gradients(results.gradients)
         self._check_buffers(results.buffers, record.parameters | record.new_buffers, "buffer {}")
-        self._name_other_buffers(has_buffers)
+        missing, notes = self._port.unreturned_buffers(record.buffers, record.new_buffers)
+        for name in missing:
+            self._add_failure(f"buffer {name}", record.new_buffers[name], "not loaded")
+        report.notes += notes
         self._find_first_deviation(LayerSearch(record, values), results.outputs, results.gradients, outputs_pass)
 
     def _add(self, what: str, ours: Array | None, expected: Array, noise: float = 0.0) -> None:
@@ -117,17 +120,6 @@ class _ModuleCheck:
         for path, names in self._port.buffer_sources.items():
             if names:
                 self._add(what.format(", ".join(sorted(names))), buffers[path], expected[path])
-
-    def _name_other_buffers(self, has_buffers: bool) -> None:
-        """Reports the buffers that torch has changed and that the port does not return."""
-        compared = set[str]().union(*self._port.buffer_sources.values())
-        for name, after in self._record.new_buffers.items():
-            if name in compared or np.array_equal(after, self._record.buffers[name], equal_nan=is_inexact(after.dtype)):
-                continue
-            if has_buffers and is_inexact(after.dtype):
-                self._add_failure(f"buffer {name}", after, "not loaded")
-            else:
-                self._report.notes.append(f"not compared: buffer {name}, which is not among the port's new buffers")
 
     def _find_first_deviation(
         self, search: LayerSearch, outputs: Mapping[int, Array], gradients: Mapping[str, Array], outputs_pass: bool

@@ -144,6 +144,20 @@ class PortedModule:
             )
         return by_path
 
+    def unreturned_buffers(
+        self, before: Mapping[str, Array], after: Mapping[str, Array]
+    ) -> tuple[list[str], list[str]]:
+        """Returns the buffers that torch changes and the port has to return and does not, and notes of the others."""
+        returned = set[str]().union(*self.buffer_sources.values())
+        changed = [
+            name
+            for name, x in after.items()
+            if name not in returned and not np.array_equal(x, before[name], equal_nan=is_inexact(x.dtype))
+        ]
+        missing = [name for name in changed if self._has_buffers and is_inexact(after[name].dtype)]
+        others = [name for name in changed if name not in missing]
+        return missing, [f"not compared: buffer {name}, which is not among the port's new buffers" for name in others]
+
     def _program(self, named: Any, extra: Any, buffers: Any, values: Any) -> PortResults:
         def differentiable(named: Any, extra: Any, values: Any) -> Any:
             outputs, new_buffers = self._call(named, extra, buffers, values)

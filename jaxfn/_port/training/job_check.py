@@ -139,6 +139,7 @@ class TrainingCheck:
     ) -> None:
         self._record, self._loss, self._optimizer, self._has_buffers = record, loss, optimizer, has_buffers
         self._port = PortedModule(loss, load, has_buffers, record)
+        self._layouts = _Layouts(self._port)
         self._tolerances = rtol, atol
         self._report = TrainingcheckReport(
             record.name, record.optimizer, function_name(loss), versions | {"jax": jax.__version__}
@@ -153,20 +154,19 @@ class TrainingCheck:
         """Compares the steps until one deviates."""
         record, report = self._record, self._report
         report.notes += record.notes
-        before = _to_jax(record.parameters | record.buffers)
-        layouts = _Layouts(self._port)
-        port = _PortStep(layouts, before, 0)
+        before = record.parameters | record.buffers
+        port = _PortStep(self._layouts, before, 0)
         state = jax.jit(self._optimizer.init)(port.parameters)
         state = tree_map(_with_long_count, state) if record.is_double else state
         self._find_rounding(port, state)
         for number, step in enumerate(record.steps):
             batches = record.batches[number * record.accumulate :][: record.accumulate]
-            port = _PortStep(layouts, before, number)
+            port = _PortStep(self._layouts, before, number)
             state = self._compare(port, step, list(map(_to_jax, batches)), state)
             report.steps = number + 1
             if any(result.is_wrong for (stage, _), result in self._results.items() if stage != "optimizer"):
                 break
-            before = before | _to_jax(step.parameters | step.buffers)
+            before = before | step.parameters | step.buffers
         self._conclude()
         return report
 
@@ -230,8 +230,9 @@ class TrainingCheck:
         self._check_gradients(port, step, batches[0], named, changes)
         self._check_extra(port, gradient, updates)
         results = self._of_optimizer(port, step, named, changes, after)
-        if any(result.is_wrong for result in results):
-            norm = self._clipping_norm(gradient, state, port.parameters) * step.norm
+        relative = self._clipping_norm(gradient, state, port.parameters) if any(r.is_wrong for r in results) else None
+        if relative is not None:
+            norm = relative * step.norm
             expected = float(self._record.max_norm or 0.0) if step.clipped else np.inf
             evidence = partial(self._evidence, port, step, batches[0], "", named, norm, expected)
             self._keep(self._result("clipping", "norm", port.number, norm, expected, _COARSE * step.norm, evidence))
@@ -240,10 +241,11 @@ class TrainingCheck:
         self._check_buffers(port, step, buffers)
         return after
 
-    def _clipping_norm(self, gradient: Any, state: Any, parameters: Any) -> float:
+    def _clipping_norm(self, gradient: Any, state: Any, parameters: Any) -> float | None:
         """Returns the norm to which the port clips a gradient, relative to its own; infinite if it does not.
 
-        What a clipping optimizer does is the same for larger gradients.
+        What a clipping optimizer does is the same for larger gradients. One that does the same for all sizes, as
+        sign SGD, does not show whether it clips: then it returns `None`.
         """
 
         def outcome(factor: float) -> list[Any]:
@@ -256,7 +258,9 @@ class TrainingCheck:
 
         if not is_same(2.0):
             return np.inf
-        below, above = 0.0, 1.0
+        if is_same(_COARSE):
+            return None
+        below, above = _COARSE, 1.0
         while above - below > _COARSE:
             middle = (below + above) / 2
             below, above = (below, middle) if is_same(middle) else (middle, above)
@@ -293,11 +297,12 @@ class TrainingCheck:
         ours: Any,
         expected: Any,
         key: str = "",
+        before: Any = None,
     ) -> Evidence:
         def terms(batch: Any) -> Any:
             return self._terms(port.parameters, port.buffers, batch)[0]
 
-        before = np.asarray(port.before.get(name, 0.0))
+        before = np.asarray(port.before.get(name, 0.0) if before is None else before)
         is_frozen = name in self._record.frozen
         last = self._record.steps[port.number - 1].state.get(key) if port.number else None
         state = None if last is None else port.expected(last)[name]
@@ -308,7 +313,7 @@ class TrainingCheck:
         self, port: _PortStep, step: TrainingStep, batch: Any, ours: Arrays, expected: dict[str, float]
     ) -> None:
         # What may cancel in a loss is of the size of its derivative by the logarithms of the parameters.
-        sizes = [float(np.sum(abs(g * np.asarray(port.before[name])))) for name, g in step.gradients.items()]
+        sizes = [float(np.sum(abs(g * port.before[name]))) for name, g in step.gradients.items()]
         noise = self._usual * sum(sizes) * self._record.accumulate
         for name in {**expected, **ours}:
             if name in ours and name in expected:
@@ -337,8 +342,10 @@ class TrainingCheck:
             if step.clipped:
                 relative = relative + 2 * _TORCH_EPSILON / step.norm / _GROWTH
             self._relative[name] = np.maximum(self._relative.get(name, 0.0), relative)
-            if gradient.size and (abs(gradient) <= noise).all() and name not in self._record.frozen:
-                self._note(f"zero in torch is the gradient of {name}: mistakes in how it is trained may not show")
+            is_zero, is_finite = (abs(gradient) <= noise).all(), np.isfinite(gradient).all()
+            if gradient.size and name not in self._record.frozen and (is_zero or not is_finite):
+                what = "zero" if is_zero else "not finite"
+                self._note(f"{what} in torch is the gradient of {name}: mistakes in how it is trained may not show")
 
     def _check_extra(self, port: _PortStep, gradient: Any, updates: Any) -> None:
         """Finds parameters of the port that torch does not have, and that are trained."""
@@ -375,32 +382,29 @@ class TrainingCheck:
             both = np.array(nearest), np.array(step.count)
             evidence = partial(self._evidence, port, step, None, "", gradients, *both)
             results.append(self._result("optimizer", "step", number, *both, evidence=evidence))
-        torch = {name: x - np.asarray(port.before[name]) for name, x in step.parameters.items()}
+        torch = {name: x - port.before[name] for name, x in step.parameters.items()}
         expected = port.expected(torch)
         for name in [*step.parameters, *self._record.frozen]:
             if name in changes and name not in self._port.lost:
-                rounding = _ULPS * self._eps * abs(np.asarray(port.before[name]))
+                rounding = _ULPS * self._eps * abs(port.before[name])
                 results.append(compare("parameters", name, changes[name], expected[name], rounding))
         return results
 
     def _check_buffers(self, port: _PortStep, step: TrainingStep, buffers: Any) -> None:
-        compared = set(self._record.frozen)
+        after = step.parameters | step.buffers
         if self._has_buffers:
-            ours = self._port.returned_buffers(buffers)
-            expected = arrays_by_path(self._port.load(port.before | _to_jax(step.parameters | step.buffers))[1])
+            ours, before = self._port.returned_buffers(buffers), arrays_by_path(port.buffers)
+            expected = arrays_by_path(self._layouts.load(port.before | after)[1])
             for path, names in self._port.buffer_sources.items():
                 if names:
-                    what = ", ".join(sorted(names))
-                    self._keep(self._result("buffers", what, port.number, ours[path], expected[path]))
-                    compared |= names
-        for name in sorted(step.buffers.keys() - compared):
-            before, after = np.asarray(port.before[name]), step.buffers[name]
-            if np.array_equal(before, after, equal_nan=is_inexact(after.dtype)):
-                continue
-            if self._has_buffers and is_inexact(after.dtype):
-                self._keep(_Result(TrainingcheckRow("buffers", name, port.number, verdict="missing"), np.inf))
-            else:
-                self._note(f"not compared: buffer {name}, which is not among the port's new buffers")
+                    what, both = ", ".join(sorted(names)), (ours[path], expected[path])
+                    evidence = partial(self._evidence, port, step, None, what, {}, *both, before=before[path])
+                    self._keep(self._result("buffers", what, port.number, *both, evidence=evidence))
+        missing, notes = self._port.unreturned_buffers(port.before, step.buffers)
+        for name in missing:
+            self._keep(_Result(TrainingcheckRow("buffers", name, port.number, verdict="missing"), np.inf))
+        for note in notes:
+            self._note(note)
 
     def _note(self, text: str) -> None:
         if text not in self._report.notes:

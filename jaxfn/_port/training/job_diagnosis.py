@@ -16,7 +16,7 @@ from jaxfn._parity.inputs import Array
 from jaxfn._port.training.job_record import TrainingStep
 
 _CLOSE = 1e-6  # the relative error of a number that counts as explained
-_UNEXPLAINED = 0.05  # the part of the difference of two arrays that an explanation may leave
+_UNEXPLAINED = 3e-3  # the part of the difference of two arrays that an explanation may leave
 _SENSITIVE = 0.1  # relative to the largest effect of an epsilon
 _SPREAD = 0.2
 _IGNORED = -100  # the label that torch's losses ignore
@@ -32,7 +32,7 @@ class Evidence:
       ours, expected: the numbers or arrays that deviate.
       gradients: all gradients of the port.
       is_frozen: whether torch has frozen the parameter.
-      before: the parameter before the step.
+      before: the parameter, or the port's buffer, before the step.
       state: of the optimizer's state, torch's array before the step.
       batch: of losses and gradients, a batch for which they deviate.
       terms: the function that returns the terms of the port's loss for a batch.
@@ -162,13 +162,22 @@ def _change(found: Evidence) -> str:
     if found.is_frozen:
         return "a frozen parameter that is trained or decays"
     factor = _factor(found.ours, found.expected)
-    if factor:
+    if factor is not None:
         return f"its change is {factor:.6g} times torch's: another learning rate, schedule or bias correction"
     if (decay := _multiple(found.ours - found.expected, found.before)) is not None:
         return (
             f"its change differs by {decay:.4g} times the parameter: weight decay (`weight_decay` and `mask` of optax)"
         )
     return _epsilon(found)
+
+
+def _buffer(found: Evidence) -> str:
+    before = 1.0 * found.before  # of booleans, NumPy computes no differences
+    ours, expected = found.ours - before, found.expected - before
+    if not ours.any() or not expected.any():
+        return f"{'torch' if ours.any() else 'the port'} does not change it"
+    factor = _factor(ours, expected)
+    return "" if factor is None else f"its change is {factor:.4g} times torch's: another momentum (1 - that of flax)"
 
 
 def _epsilon(found: Evidence) -> str:
@@ -215,6 +224,7 @@ _DESCRIBE: dict[str, Callable[[Evidence], str]] = {
     "clipping": _clipping,
     "optimizer": _state,
     "parameters": _change,
+    "buffers": _buffer,
 }
 
 

@@ -54,7 +54,7 @@ class TrainingRecord:
       accumulate: how many batches a step takes.
       max_norm: the norm to which gradients are clipped, if they are.
       parameters, buffers: those before the first step; frozen parameters count as buffers.
-      frozen: the names of the frozen parameters.
+      frozen: the names of the parameters that are frozen, or that the optimizer does not have.
       aliases: further names of tied parameters and buffers, each with the name under which they are.
       steps: the steps.
       notes: why it is not in double precision, and whether it draws random numbers.
@@ -119,9 +119,15 @@ class TorchJob:
         import torch
 
         named = dict(module.named_parameters())
-        parameters = {name: x for name, x in named.items() if x.requires_grad}
-        frozen = {name: x for name, x in named.items() if not x.requires_grad}
-        optimizer = self.optimizer(list(parameters.values()))
+        optimizer = self.optimizer([x for x in named.values() if x.requires_grad])
+        trained = {id(x) for group in optimizer.param_groups for x in group["params"]}
+        if not trained <= {id(x) for x in named.values()}:
+            raise ValueError(
+                "torch's optimizer has other parameters than those of the list that it is made of, which are of a copy "
+                "of the module. Make it of that list, as `lambda parameters: torch.optim.Adam(parameters)`."
+            )
+        parameters = {name: x for name, x in named.items() if x.requires_grad and id(x) in trained}
+        frozen = {name: x for name, x in named.items() if name not in parameters}
         scheduler = None if self.scheduler is None else self.scheduler(optimizer)
         before = arrays_of(parameters), arrays_of(frozen | dict(module.named_buffers()))
         random_state = torch.get_rng_state()
@@ -182,7 +188,8 @@ def _to_torch(leaf: Any) -> Any:
 
 
 def _gradient(parameter: Any) -> Any:
-    return np.zeros(parameter.shape, to_numpy(parameter).dtype) if parameter.grad is None else to_numpy(parameter.grad)
+    gradient = parameter.grad
+    return np.zeros_like(to_numpy(parameter)) if gradient is None else to_numpy(gradient.to_dense())
 
 
 def _state(optimizer: Any, parameters: Mapping[str, Any]) -> tuple[dict[str, Measurements], int]:
