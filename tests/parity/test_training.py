@@ -278,16 +278,38 @@ def test_parameters_that_the_optimizer_does_not_have(wrong):
     assert bool(report) is not wrong or report.stage in ("loss", "buffers"), report
 
 
-def check_linear(module, make, scale=1.0):
+def check_linear(module, make, scale=1.0, optimizer=None, **options):
     """Checks a regression, whose loss is scaled."""
     return jaxfn.trainingcheck(
         lambda p, batch: scale * ((batch["x"] @ p["weight"].T + p["bias"]) ** 2).mean(),
         lambda module, batch: scale * (module(batch["x"]) ** 2).mean(),
-        [{"x": np.random.default_rng(i).standard_normal((4, 3))} for i in range(2)],
+        [{"x": np.random.default_rng(i).standard_normal((4, module.in_features))} for i in range(2)],
         module=module,
         load=dict,
-        optimizer=(optax.sgd(RATE), make),
+        optimizer=(optimizer or optax.sgd(RATE), make),
+        raise_exception=False,
+        **options,
     )
+
+
+@row("H7b")
+def test_constants_that_the_loss_computes_are_in_float64():
+    report = jaxfn.trainingcheck(
+        lambda p, batch: (batch["x"] @ p["weight"].T @ jnp.exp(jnp.arange(2) / 3)).mean(),
+        lambda module, batch: (module(batch["x"]) @ torch.exp(torch.arange(2) / 3)).mean(),
+        [{"x": np.random.default_rng(0).standard_normal((4, 3))}],
+        module=torch.nn.Linear(3, 2, bias=False),
+        load=dict,
+        optimizer=(optax.sgd(RATE), rated(torch.optim.SGD)),
+    )
+    assert report and not report.notes and torch.get_default_dtype() == torch.float32, report
+
+
+@row("H7b")
+def test_clipping_of_small_gradients():
+    optimizer = optax.chain(optax.clip_by_global_norm(1e-5), optax.adam(RATE))
+    report = check_linear(torch.nn.Linear(3, 2), rated(torch.optim.Adam), 1e-4, optimizer, max_norm=1e-5)
+    assert report and not report.notes, report
 
 
 @row("H7b")
@@ -295,6 +317,19 @@ def test_an_optimizer_of_other_parameters_raises():
     module = torch.nn.Linear(3, 2)
     with pytest.raises(ValueError, match="other parameters than those of the list that it is made of"):
         check_linear(module, lambda _: torch.optim.SGD(module.parameters(), RATE))
+
+
+@row("H7b")
+def test_what_is_nearly_a_factor_is_not_called_one():
+    late = check(SMALL, optimizer=optax.sgd(lambda count: RATE * jnp.minimum(count, 1), 0.9))
+    assert late.stage == "parameters" and late.looks_like.startswith("its change is 0 times torch's"), late
+    make = rated(torch.optim.RMSprop, eps=1.0)  # beside which gradients are small
+    inside = check(SMALL, optimizer=optax.rmsprop(RATE, 0.99, eps=1.0), make=make)
+    assert inside.stage == "parameters" and "learning rate" not in inside.looks_like, inside
+    module = torch.nn.Linear(1, 1, bias=False)
+    module.register_parameter("bias", torch.nn.Parameter(torch.zeros(1)))
+    decays = check_linear(module, rated(torch.optim.Adam), optimizer=optax.adamw(RATE, weight_decay=1.0))
+    assert (decays.stage, decays.name, decays.looks_like) == ("parameters", "weight", ""), decays
 
 
 @row("H7b")

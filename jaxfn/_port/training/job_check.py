@@ -108,9 +108,10 @@ class _PortStep:
 
     def __init__(self, layouts: _Layouts, before: Arrays, number: int) -> None:
         self.number, self.before = number, before
-        self.parameters, self.buffers = layouts.load(before)
-        self.named = partial(layouts.named, before)
-        self.expected = partial(layouts.expected, before)
+        arrays = _to_jax(before)
+        self.parameters, self.buffers = layouts.load(arrays)
+        self.named = partial(layouts.named, arrays)
+        self.expected = partial(layouts.expected, arrays)
 
 
 class TrainingCheck:
@@ -340,7 +341,8 @@ class TrainingCheck:
             error = abs(ours[name] - gradient)
             relative = error / np.maximum(np.maximum(abs(gradient), error / _MAX_RELATIVE), _TINY)
             if step.clipped:
-                relative = relative + 2 * _TORCH_EPSILON / step.norm / _GROWTH
+                epsilon = _TORCH_EPSILON / step.norm
+                relative = relative + epsilon * (2 + epsilon) / _GROWTH  # that of the squares of gradients
             self._relative[name] = np.maximum(self._relative.get(name, 0.0), relative)
             is_zero, is_finite = (abs(gradient) <= noise).all(), np.isfinite(gradient).all()
             if gradient.size and name not in self._record.frozen and (is_zero or not is_finite):
@@ -394,7 +396,7 @@ class TrainingCheck:
         after = step.parameters | step.buffers
         if self._has_buffers:
             ours, before = self._port.returned_buffers(buffers), arrays_by_path(port.buffers)
-            expected = arrays_by_path(self._layouts.load(port.before | after)[1])
+            expected = arrays_by_path(self._layouts.load(_to_jax(port.before | after))[1])
             for path, names in self._port.buffer_sources.items():
                 if names:
                     what, both = ", ".join(sorted(names)), (ours[path], expected[path])

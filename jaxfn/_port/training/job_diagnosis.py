@@ -144,6 +144,8 @@ def _clipping(found: Evidence) -> str:
 def _state(found: Evidence) -> str:
     if not found.name:
         return "the optimizer counts other steps"
+    if _is_single(found.expected):
+        return ""
     factor = _factor(found.ours, found.expected)
     if factor is not None:
         return f"{factor:.4g} times torch's: another decay rate of the average, or a sum of accumulated gradients"
@@ -161,9 +163,14 @@ def _state(found: Evidence) -> str:
 def _change(found: Evidence) -> str:
     if found.is_frozen:
         return "a frozen parameter that is trained or decays"
+    if _is_single(found.expected):
+        return ""
     factor = _factor(found.ours, found.expected)
     if factor is not None:
-        return f"its change is {factor:.6g} times torch's: another learning rate, schedule or bias correction"
+        return (
+            f"its change is {factor:.6g} times torch's: another learning rate, schedule or bias correction, or its "
+            "update is clipped in one library"
+        )
     if (decay := _multiple(found.ours - found.expected, found.before)) is not None:
         return (
             f"its change differs by {decay:.4g} times the parameter: weight decay (`weight_decay` and `mask` of optax)"
@@ -176,7 +183,7 @@ def _buffer(found: Evidence) -> str:
     ours, expected = found.ours - before, found.expected - before
     if not ours.any() or not expected.any():
         return f"{'torch' if ours.any() else 'the port'} does not change it"
-    factor = _factor(ours, expected)
+    factor = None if _is_single(expected) else _factor(ours, expected)
     return "" if factor is None else f"its change is {factor:.4g} times torch's: another momentum (1 - that of flax)"
 
 
@@ -190,13 +197,18 @@ def _epsilon(found: Evidence) -> str:
             (" inside the root (`eps_root`, or `eps_in_sqrt`, of optax)", (ratio**2 - 1) * size**2),
         ):
             known = epsilon[abs(ratio - 1) > _SENSITIVE * np.nanmax(abs(ratio - 1))]
-            if known.size and np.ptp(known) < _SPREAD * abs(known).max():
+            if known.size > 1 and np.ptp(known) < _SPREAD * abs(known).max():
                 return f"another epsilon{text}, larger by about {np.median(known):.1g} for the unaveraged gradient"
     order = np.argsort(size, axis=None)
     errors = np.ravel(abs(found.ours - found.expected))[order][np.ravel(size)[order] > _CLOSE * size.max(initial=0)]
     if errors.size > 1 and (np.diff(errors) <= _SPREAD * errors[:-1]).all():
         return "it differs more where the gradient is smaller: another epsilon"
     return ""
+
+
+def _is_single(array: Array) -> bool:
+    """Whether an array has one number that is not zero: another number in its place is always a multiple of it."""
+    return np.count_nonzero(array) == 1
 
 
 def _factor(ours: Array, expected: Array) -> float | None:

@@ -107,11 +107,17 @@ class TorchJob:
 
     def record(self, batches: Sequence[Any]) -> TrainingRecord:
         """Trains a copy of the module, in double precision if it runs in it."""
+        import torch
+
+        default = torch.get_default_dtype()
+        torch.set_default_dtype(torch.float64)  # of the constants that the loss computes, as those of the port
         try:
             double = [Inputs((batch,)).in_double().args[0] for batch in batches]
             return self._record(copy.deepcopy(self.module).double(), double, None)
         except Exception as error:  # raised again by the next line, unless it is a matter of dtypes
             no_double = f"compared in the dtypes of the batches, as torch does not run in float64: {first_line(error)}"
+        finally:
+            torch.set_default_dtype(default)
         batches = [Inputs((batch,)).args[0] for batch in batches]
         return self._record(copy.deepcopy(self.module), batches, no_double)
 
