@@ -57,12 +57,14 @@ def test_right_ports(job, training):
     report = check(job, training=training, seed=1)
     assert report, report
     assert (report.step, report.stage, report.name, report.steps) == (None, "", "", STEPS)
-    assert max(row.error for row in report.rows) < (1e-7 if training == "adamw" else 1e-12)  # torch's epsilon of norms
+    largest = max(row.error for row in report.rows if row.stage != "clipping")
+    assert largest < (1e-7 if training == "adamw" else 1e-12)  # torch's epsilon of norms
     names = {row.name for row in report.rows if row.stage == "gradient"}
     assert names == {name for name, p in job.module().named_parameters() if p.requires_grad}
     stages = {row.stage for row in report.rows}
     buffers = {"buffers"} if job.has_buffers else set()
-    assert stages == {"loss", "gradient", "optimizer", "parameters"} | buffers
+    clipping = {"clipping"} if training == "adamw" else set()
+    assert stages == {"loss", "gradient", "optimizer", "parameters"} | buffers | clipping
 
 
 LOSSES = {
@@ -310,6 +312,21 @@ def test_clipping_of_small_gradients():
     optimizer = optax.chain(optax.clip_by_global_norm(1e-5), optax.adam(RATE))
     report = check_linear(torch.nn.Linear(3, 2), rated(torch.optim.Adam), 1e-4, optimizer, max_norm=1e-5)
     assert report and not report.notes, report
+
+
+@row("H7b")
+@pytest.mark.parametrize("max_norm", [1e-5, 1e5])  # all steps are clipped, or none
+def test_clipping_is_compared_where_it_does_not_show(max_norm):
+    def run(*transformations):
+        optimizer = optax.chain(*transformations, optax.adam(RATE))
+        return check_linear(torch.nn.Linear(3, 2), rated(torch.optim.Adam), 1.0, optimizer, max_norm=max_norm)
+
+    clip = optax.clip_by_global_norm(max_norm)
+    assert run(clip)
+    summed, other, missing = run(optax.scale(2.0), clip), run(optax.clip_by_global_norm(2 * max_norm)), run()
+    assert f"the port clips to {max_norm / 2:.3g}, torch clips to {max_norm:.3g}" == summed.looks_like, summed
+    assert f"the port clips to {2 * max_norm:.3g}, torch clips to {max_norm:.3g}" == other.looks_like, other
+    assert f"the port does not clip, torch clips to {max_norm:.3g}" == missing.looks_like, missing
 
 
 @row("H7b")

@@ -40,6 +40,7 @@ _MAX_RELATIVE = 1e6
 _TINY = float(np.finfo(np.float64).tiny)
 _TORCH_EPSILON = 1e-6  # which torch adds to the norm that it divides by, and optax does not
 _COARSE = 1e-4  # the relative precision of the norm to which a port clips
+_LARGER = 100  # than torch's norm is the largest to which a port is found to clip
 
 Arrays = dict[str, Any]
 
@@ -231,41 +232,47 @@ class TrainingCheck:
         self._check_gradients(port, step, batches[0], named, changes)
         self._check_extra(port, gradient, updates)
         results = self._of_optimizer(port, step, named, changes, after)
-        relative = self._clipping_norm(gradient, state, port.parameters) if any(r.is_wrong for r in results) else None
-        if relative is not None:
-            norm = relative * step.norm
-            expected = float(self._record.max_norm or 0.0) if step.clipped else np.inf
+        limit = self._record.max_norm
+        if any(result.is_wrong for result in results) or (limit is not None and not port.number):
+            norm = self._clipping_norm(gradient, step.norm, state, port.parameters)
+            expected = np.inf if limit is None else limit
             evidence = partial(self._evidence, port, step, batches[0], "", named, norm, expected)
-            self._keep(self._result("clipping", "norm", port.number, norm, expected, _COARSE * step.norm, evidence))
+            noise = _COARSE * (step.norm if limit is None else limit)
+            if norm is not None:
+                self._keep(self._result("clipping", "norm", port.number, norm, expected, noise, evidence))
         for result in results:
             self._keep(result)
         self._check_buffers(port, step, buffers)
         return after
 
-    def _clipping_norm(self, gradient: Any, state: Any, parameters: Any) -> float | None:
-        """Returns the norm to which the port clips a gradient, relative to its own; infinite if it does not.
+    def _clipping_norm(self, gradient: Any, norm: float, state: Any, parameters: Any) -> float | None:
+        """Returns the norm to which the port clips a gradient of this norm; infinite if it does not.
 
         What a clipping optimizer does is the same for larger gradients. One that does the same for all sizes, as
         sign SGD, does not show whether it clips: then it returns `None`.
         """
+        limit = (self._record.max_norm or norm) / norm if norm else 1.0
+        below, above = _COARSE * min(1.0, limit), max(1.0, limit * (_LARGER if self._record.max_norm else 1.0))
 
         def outcome(factor: float) -> list[Any]:
-            return tree_leaves(self._update(_mean([gradient], factor), state, parameters))
+            return list(map(np.asarray, tree_leaves(self._update(_mean([gradient], factor), state, parameters))))
 
-        whole = outcome(1.0)
+        whole = outcome(above)
 
         def is_same(factor: float) -> bool:
-            return all(np.allclose(a, b, rtol=_COARSE, atol=0) for a, b in zip(whole, outcome(factor), strict=True))
+            return all(
+                np.allclose(a, b, rtol=_COARSE, atol=_COARSE * float(np.max(abs(a), initial=0.0)))
+                for a, b in zip(whole, outcome(factor), strict=True)
+            )
 
-        if not is_same(2.0):
+        if not is_same(2.0 * above):
             return np.inf
-        if is_same(_COARSE):
+        if is_same(below):
             return None
-        below, above = _COARSE, 1.0
-        while above - below > _COARSE:
+        while above - below > _COARSE / 2 * above:
             middle = (below + above) / 2
             below, above = (below, middle) if is_same(middle) else (middle, above)
-        return above
+        return above * norm
 
     def _result(
         self, stage: str, name: str, number: int, ours: Any, expected: Any, noise: Any = 0.0, evidence: Any = None
