@@ -295,6 +295,20 @@ def check_linear(module, make, scale=1.0, optimizer=None, **options):
 
 
 @row("H7b")
+@pytest.mark.parametrize("rate", [RATE, 2 * RATE])
+def test_groups_of_parameters_with_other_rates(rate):
+    optimizers = {"weight": optax.adam(RATE), "bias": optax.adam(2 * rate)}
+    optimizer = optax.transforms.partition(optimizers, {"weight": "weight", "bias": "bias"})
+
+    def make(parameters):
+        return torch.optim.Adam([{"params": parameters[:1]}, {"params": parameters[1:], "lr": 2 * RATE}], RATE)
+
+    report = check_linear(torch.nn.Linear(3, 2), make, optimizer=optimizer)
+    assert (report.stage, report.name) == (("", "") if rate == RATE else ("parameters", "bias")), report
+    assert not report.notes, report
+
+
+@row("H7b")
 def test_constants_that_the_loss_computes_are_in_float64():
     report = jaxfn.trainingcheck(
         lambda p, batch: (batch["x"] @ p["weight"].T @ jnp.exp(jnp.arange(2) / 3)).mean(),

@@ -468,4 +468,12 @@ def _arrays_of_state(parameters: Any, state: Any) -> tuple[list[Any], list[int]]
 
         return tree_map_with_path(of_parameter, parameters)
 
-    return list(map(as_tree, groups.values())), counts
+    # Transformations of some parameters each, as those of `optax.multi_transform`, have the array of one name together.
+    merged: list[tuple[Any, dict[Any, Any]]] = []
+    for path, arrays in groups.items():
+        rest = (others for name, others in merged if name == path[-1:] and not others.keys() & arrays.keys())
+        if (others := next(rest, None)) is not None:
+            others.update(arrays)
+        else:
+            merged.append((path[-1:], arrays))
+    return [as_tree(arrays) for _, arrays in merged], counts
