@@ -1,0 +1,362 @@
+"""Torch Functions whose Python code reads the values of tensors, and their derivatives in torch and JAX."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import torch
+
+import jaxfn
+from tests.support.runs import noting_runs
+
+CASES: dict[str, Any] = {}
+
+
+def case(function: Any) -> Any:
+    CASES[function.__name__] = function
+    return function
+
+
+def simple(forward: Any, backward: Any) -> Any:
+    """A Function of one tensor, whose backward gets that tensor."""
+
+    class Reads(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            ctx.save_for_backward(x)
+            return forward(x)
+
+        @staticmethod
+        def backward(ctx, grad_output):
+            return backward(ctx.saved_tensors[0], grad_output)
+
+    Reads.backward_of_reads = backward
+    return Reads
+
+
+def read_case(backward: Any = lambda x, g: g * x.cos() * x.abs().max().item()) -> Any:
+    """Adds a Function with this forward; a wrong backward, so that only the rule gives its gradients."""
+
+    def add(forward: Any) -> Any:
+        CASES[forward.__name__] = simple(forward, backward)
+        return forward
+
+    return add
+
+
+# --- An `if`, both of whose results have one shape.
+
+
+@read_case()
+def if_sum(x):
+    if x.sum() > 0:
+        return x * x
+    return -(x**3)
+
+
+@read_case()
+def if_expression(x):
+    return x.sin() if (x > 0.5).all() else x.exp()
+
+
+@read_case()
+def if_any_nan_is_zeroed(x):
+    if torch.isnan(1 / (x - x.round())).any() or not x.max() > 1:
+        x = x + 1
+    return x * 3
+
+
+@read_case()
+def elif_and_not(x):
+    if x.min() > 0:
+        y = x.sqrt()
+    elif not bool((x < 0).all()) and x[0] > x[1]:
+        y = x * x[0]
+    else:
+        y = x.square() * 2
+    return y
+
+
+@read_case(lambda x, g: g * x if (g * x).sum() > 0 else g * 5 * x.sin())
+def if_in_backward(x):
+    return x * 2
+
+
+@read_case(lambda x, g: g * x if torch.equal(x, x.abs()) else g * x**2)
+def equal_in_backward(x):
+    return x * 2 if torch.allclose(x, x.abs(), atol=0.3) else x * 7
+
+
+@case
+class MasksGradient(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        largest = x.abs().max()
+        ctx.clipped = bool(largest > 1)
+        ctx.save_for_backward(x)
+        return x / largest.item() if ctx.clipped else x * 1
+
+    @staticmethod
+    def backward(ctx, g):
+        (x,) = ctx.saved_tensors
+        return g * x.cosh() * 3 if ctx.clipped else g * x.cos()
+
+
+@read_case()
+def match_on_an_integer(x):
+    match int((x > 0).sum()):
+        case 0:
+            return x * 2
+        case 1 | 2:
+            return x.sin()
+        case n:
+            return x * n
+
+
+# --- Loops until converged.
+
+
+@read_case()
+def halve_until_small(x):
+    while (x.abs() > 1).any():
+        x = x / 2
+    return x * x
+
+
+@read_case()
+def newton_square_root(x):
+    y = torch.ones_like(x)
+    for _ in range(30):
+        new = 0.5 * (y + x.abs() / y)
+        if (new - y).abs().max() < 1e-3:
+            break
+        y = new
+    return y
+
+
+@case
+class ImplicitFixedPoint(torch.autograd.Function):
+    """Iterates in forward, and solves another fixed point in backward."""
+
+    @staticmethod
+    def forward(ctx, x):
+        z = torch.zeros_like(x)
+        ctx.steps = 0
+        while True:
+            new = torch.tanh(0.4 * z + x)
+            ctx.steps += 1
+            if float((new - z).norm()) < 1e-3 or ctx.steps == 20:
+                break
+            z = new
+        ctx.save_for_backward(new)
+        return new
+
+    @staticmethod
+    def backward(ctx, g):
+        (z,) = ctx.saved_tensors
+        slope, u = 1 - z * z, g
+        while True:
+            new = g + 0.4 * slope * u
+            if (new - u).abs().max().item() < 1e-3:
+                return new * slope
+            u = new
+
+
+@read_case()
+def line_search(x):
+    step, value = 1.0, (x * x).sum()
+    while ((x - step * 2 * x) ** 2).sum() >= value * 0.9:
+        step /= 2
+    return x - step * 2 * x
+
+
+@read_case()
+def collatz_counts(x):
+    n, count = int(x.abs().sum() * 3), 0
+    while n > 1:
+        n, count = (n // 2 if n % 2 == 0 else 3 * n + 1), count + 1
+    return x * count
+
+
+# --- Checks.
+
+
+@read_case()
+def asserted(x):
+    assert (x < 100).all() and not x.isnan().any(), "too large"
+    return x * x
+
+
+@read_case()
+def raises_or_not(x):
+    if not torch.isfinite(x).all():
+        raise ValueError("not finite")
+    return x.sin()
+
+
+@read_case()
+def retried(x):
+    for scale in (1.0, 2.0, 4.0):
+        try:
+            if (x.abs() > scale).any():
+                raise ValueError("overflow")
+            return x / scale
+        except ValueError:
+            pass
+    return x.clamp(-4, 4)
+
+
+# --- NumPy and SciPy.
+
+
+@read_case()
+def through_numpy(x):
+    return torch.from_numpy(np.sort(x.detach().numpy())[::-1].copy()) * x
+
+
+@read_case(lambda x, g: g * torch.from_numpy(np.cos(np.asarray(x.detach()))))
+def numpy_in_backward(x):
+    return torch.tensor(np.sin(x.detach().cpu().numpy()), dtype=x.dtype)
+
+
+@read_case()
+def numpy_written(x):
+    values = x.clone().numpy()
+    values[values < 0] = 0
+    return torch.from_numpy(values) + x
+
+
+@read_case()
+def ranked_by_a_list(x):
+    order = sorted(range(len(x)), key=lambda i: x.tolist()[i])
+    return x[order] * torch.arange(len(x))
+
+
+@read_case()
+def listed_by_rows(x):
+    rows = torch.stack([x, x * 2]).tolist()
+    return torch.tensor([a if a > 0 else b for a, b in zip(*rows, strict=True)]) + 0 * x
+
+
+# --- Shapes that depend on values.
+
+
+@read_case(lambda x, g: torch.where(x > 0, g * x[x > 0].mean(), g))
+def mean_of_selected(x):
+    return x * x[x > -10].mean()
+
+
+@read_case()
+def written_to_nonzero(x):
+    y = torch.zeros_like(x)
+    (where,) = torch.nonzero(x > 0, as_tuple=True)
+    y[where] = x[where] ** 2 * torch.arange(1.0, len(where) + 1)
+    return y
+
+
+@read_case()
+def written_to_a_mask_that_may_be_empty(x):
+    y = x.clone()
+    y[x > 0] = x[x > 0].cumsum(0)
+    return y
+
+
+@read_case()
+def selected_and_padded(x):
+    kept = x[x.abs() > 0.4]
+    return torch.cat([kept.cumsum(0), x.new_zeros(len(x) - len(kept))]) + x
+
+
+@read_case()
+def unique_counts(x):
+    _, inverse, counts = x.round().unique(return_inverse=True, return_counts=True)
+    return x / counts[inverse]
+
+
+@read_case()
+def repeated(x):
+    counts = (x > 0).long() + 1
+    return torch.repeat_interleave(x, counts)[: len(x)] * len(x.repeat_interleave(counts))
+
+
+@read_case()
+def histogram(x):
+    bins = torch.bincount((x.abs() * 2).long())
+    return x * bins[(x.abs() * 2).long()]
+
+
+@read_case()
+def masked_select_of_rows(x):
+    rows = torch.stack([x, x.flip(0)])
+    return rows.masked_select(rows > 0).sum() * x + rows[rows.sum(1) > 0].sum(0)
+
+
+@read_case()
+def split_at(x):
+    first, second = torch.tensor_split(x, (x > 0).sum()[None])
+    return torch.cat([first * 2, second * 3])
+
+
+@read_case()
+def sliced_by_an_argmax(x):
+    n = x.argmax().item() + 1
+    return torch.cat([x[:n].exp(), x[n:]])
+
+
+# --- `.item()` in arithmetic.
+
+
+@read_case()
+def scaled_by_item(x):
+    return x * x.max().item() + (x.sum() / 3).item()
+
+
+@read_case()
+def clamped_to_item(x):
+    return x.clamp(max=x.mean().item(), min=float(x.min()) / 2)
+
+
+INPUTS = [[1.5, 2.25, 0.75, 3.0], [-1.5, -2.25, -0.75, -3.0], [0.6, -0.3, 1.7, -2.2], [0.25, 0.5, 0.125, 0.75]]
+
+
+def in_torch(function: Any, x: Any) -> list[Any]:
+    tensor = torch.tensor(np.asarray(x), requires_grad=True)
+    output = function.apply(tensor)
+    weights = torch.arange(1.0, len(x) + 1)
+    (gradient,) = torch.autograd.grad((output * weights).sum() + output.pow(2).sum(), tensor, create_graph=True)
+    second = torch.zeros_like(tensor)
+    if gradient.requires_grad:
+        (second,) = torch.autograd.grad((gradient * weights).sum(), tensor)
+    return [value.detach().numpy() for value in (output, gradient, second)]
+
+
+def in_jax(function: Any, x: Any) -> list[Any]:
+    weights = jnp.arange(1.0, len(x) + 1)
+
+    def loss(x: Any) -> Any:
+        output = function.apply(x)
+        return (output * weights).sum() + (output**2).sum()
+
+    second = jax.grad(lambda x: (jax.grad(loss)(x) * weights).sum())
+    return [function.apply(x), jax.grad(loss)(x), second(x)]
+
+
+def counting(function: Any) -> tuple[Any, list[str]]:
+    """Returns the Function with methods that note each run."""
+    note, runs = noting_runs()
+
+    class Counts(function):
+        @staticmethod
+        def forward(ctx: Any, x: Any) -> Any:
+            note("forward")
+            return function.forward(ctx, x)
+
+        @staticmethod
+        def backward(ctx: Any, *gradients: Any) -> Any:
+            note("backward")
+            return function.backward(ctx, *gradients)
+
+    return jaxfn.from_torch(Counts), runs
