@@ -14,7 +14,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec as P
 
 import jaxfn
-from tests.support.cases import on_host, residual_bytes
+from tests.support.cases import function_of, hand_written_of, on_host, residual_bytes
 from tests.support.contexts import CONTEXTS
 from tests.support.marks import EXPERIMENTAL, HIGH_PRIMITIVES, TRACES_ALWAYS, cells, row
 
@@ -46,38 +46,24 @@ RULES: dict[str, tuple[Callable[[Any], Any], bool]] = {
 }
 
 
-def tanh_with(change: Callable[[Any], Any], **attributes: Any) -> Any:
-    """tanh, which saves its output; the gradient is changed first."""
+def of_output(args: Any, y: Any) -> tuple[Any, ...]:
+    return (y,)
 
-    class Tanh(jaxfn.Function):
-        @staticmethod
-        def forward(ctx, x):
-            y = jnp.tanh(x)
-            ctx.save_for_backward(y)
-            return y
 
-        @staticmethod
-        def backward(ctx, g):
-            (y,) = ctx.saved_tensors
-            return change(g) * (1 - y * y)
+def pulled(change: Callable[[Any], Any]) -> Callable[..., Any]:
+    return lambda saved, g: change(g) * (1 - saved[0] ** 2)
 
-    for name, value in attributes.items():
-        setattr(Tanh, name, value)
-    return Tanh.apply
+
+def tanh_with(change: Callable[[Any], Any], rules: str = "backward") -> Any:
+    """tanh, which saves its output; the gradient is changed first, and the tangent is another one."""
+    return function_of(rules, jnp.tanh, lambda saved, t: 7 * t, pulled(change), of_output)
 
 
 squashed = tanh_with(lambda g: g)
 
 
 def hand_written(change: Callable[[Any], Any]) -> Any:
-    f = jax.custom_vjp(jnp.tanh)
-
-    def fwd(x):
-        y = f(x)
-        return y, y
-
-    f.defvjp(fwd, lambda y, g: (change(g) * (1 - y * y),))
-    return f
+    return hand_written_of(jnp.tanh, pulled(change), of_output)
 
 
 def chain(f: Any, checkpoint: Callable[..., Any]) -> Any:
@@ -89,16 +75,9 @@ def second(loss: Any, x: Any) -> Any:
     return jax.grad(lambda x: jnp.sum(jnp.cos(jax.grad(loss)(x))))(x)
 
 
-FORWARD_MODES: dict[str, dict[str, Any]] = {
-    "backward": {},
-    "generated": {"generate_jvp_rule": True},
-    "jvp": {"jvp": staticmethod(lambda ctx, t: 7 * t)},
-}
-
-
 @row("D9", "E1b")
 @cells(
-    "rule,attributes,program",
+    "rule,rules,program",
     [
         ("linear", "backward", "eager"),
         ("selected", "backward", "jit"),
@@ -107,15 +86,12 @@ FORWARD_MODES: dict[str, dict[str, Any]] = {
         ("host", "backward", "jit"),
         ("clipped", "backward", "eager"),
         ("affine", "generated", "eager"),
-        ("Function", "jvp", "eager"),
+        ("Function", "both", "eager"),
     ],
 )
-def test_a_checkpoint_saves_nothing_and_computes_the_output_again(rule, attributes, program):
+def test_a_checkpoint_saves_nothing_and_computes_the_output_again(rule, rules, program):
     change, is_linear = RULES[rule]
-    ours, theirs = (
-        CONTEXTS[program](tanh_with(change, **FORWARD_MODES[attributes])),
-        CONTEXTS[program](hand_written(change)),
-    )
+    ours, theirs = map(CONTEXTS[program], (tanh_with(change, rules), hand_written(change)))
     nbytes = [residual_bytes(chain(f, jax.checkpoint), (jnp.ones(100),)) for f in (ours, theirs)]
     assert nbytes == [400, 400]
     for checkpoint in (lambda f: f, jax.checkpoint):

@@ -12,6 +12,7 @@ from jax import lax
 from jax.lax import stop_gradient
 
 import jaxfn
+from tests.support import cases
 from tests.support.contexts import CONTEXTS, eager
 from tests.support.marks import HIGH_PRIMITIVES, cells, row, slow
 
@@ -63,33 +64,22 @@ COLLECTIVES = {
 TWICE, THRICE = 2.0, 3.0
 
 
+def pulled(collective):
+    return lambda xw, g: tuple(THRICE * v for v in collective.pull(*xw, g))
+
+
 def function_of(collective, rules):
     """A Function whose jvp is twice and whose backward is three times the derivative."""
-
-    def forward(ctx, x, w):
-        ctx.save_for_backward(x, w)
-        return collective.value(x, w)
-
-    methods: dict[str, Any] = {"forward": staticmethod(forward)}
-    if rules != "jvp":
-        methods["backward"] = staticmethod(
-            lambda ctx, g: tuple(THRICE * v for v in collective.pull(*ctx.saved_tensors, g))
-        )
-    if rules in ("both", "jvp"):
-        methods["jvp"] = staticmethod(lambda ctx, t, u: TWICE * collective.push(*ctx.saved_tensors, t, u))
-    if rules == "generated":
-        methods["generate_jvp_rule"] = True
-    return type("Collected", (jaxfn.Function,), methods).apply
+    push = lambda xw, t, u: TWICE * collective.push(*xw, t, u)  # noqa: E731
+    return cases.function_of(rules, collective.value, push, pulled(collective))
 
 
 def hand_written(collective, rules):
     """The custom_jvp or custom_vjp of such rules."""
-    if rules == "jvp":
-        f = jax.custom_jvp(collective.value)
-        f.defjvp(lambda p, t: (f(*p), TWICE * collective.push(*p, *t)))
-    else:
-        f = jax.custom_vjp(collective.value)
-        f.defvjp(lambda *xw: (f(*xw), xw), lambda xw, g: tuple(THRICE * v for v in collective.pull(*xw, g)))
+    if rules != "jvp":
+        return cases.hand_written_of(collective.value, pulled(collective))
+    f = jax.custom_jvp(collective.value)
+    f.defjvp(lambda p, t: (f(*p), TWICE * collective.push(*p, *t)))
     return f
 
 

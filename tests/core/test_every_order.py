@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import jaxfn
-from tests.support.cases import with_rules
+from tests.support.cases import function_of, hand_written_of, with_rules
 from tests.support.contexts import CONTEXTS, SECOND_DERIVATIVES, jit
 from tests.support.marks import cells, row
 
@@ -17,24 +17,11 @@ X = jnp.array([0.3, -1.2, 0.7], jnp.float32)
 # --- rules that are not linear
 
 
-def squares_its_gradient(save, **attributes):
+def squares_its_gradient(save, rules):
     """3 * x, whose backward is not linear: g * g * x."""
-
-    class Squares(jaxfn.Function):
-        @staticmethod
-        def forward(ctx, x):
-            y = 3 * x
-            ctx.save_for_backward(y if save == "output" else x)
-            return y
-
-        @staticmethod
-        def backward(ctx, g):
-            (residual,) = ctx.saved_tensors
-            return g * g * (residual / 3 if save == "output" else residual)
-
-    for name, value in attributes.items():
-        setattr(Squares, name, value)
-    return Squares.apply
+    saved = {"input": lambda args, y: args, "output": lambda args, y: (y,)}[save]
+    pull = lambda saved, g: g * g * (saved[0] / 3 if save == "output" else saved[0])  # noqa: E731
+    return function_of(rules, lambda x: 3 * x, lambda saved, t: 5 * t, pull, saved)
 
 
 def second_of_squares(x, save):
@@ -48,29 +35,25 @@ def second_of_squares(x, save):
     return (8 * y * x) ** 2 * x + 4 * y**2
 
 
-RULES = {
-    "backward": {},
-    "backward and jvp": {"jvp": staticmethod(lambda ctx, t: 5 * t)},
-    "generate_jvp_rule": {"generate_jvp_rule": True},
-}
+RULES = ["backward", "both", "generated"]
 
 
 @row("D1", "D9")
 @cells(
     "program,rules,save",
     [
-        ("grad of grad", "backward and jvp", "output"),
-        ("jit of grad of grad", "generate_jvp_rule", "input"),
+        ("grad of grad", "both", "output"),
+        ("jit of grad of grad", "generated", "input"),
         ("vmap of grad of grad", "backward", "output"),
-        ("grad of jit of grad", "generate_jvp_rule", "output"),
+        ("grad of jit of grad", "generated", "output"),
         ("grad of checkpoint of grad", "backward", "input"),
-        ("grad of vmap of grad", "backward and jvp", "input"),
+        ("grad of vmap of grad", "both", "input"),
         ("grad of scan of grad", "backward", "output"),
-        ("grad of grad of jit", "backward and jvp", "output"),
+        ("grad of grad of jit", "both", "output"),
         ("grad of grad of checkpoint", "backward", "input"),
-        ("grad of grad of vmap", "generate_jvp_rule", "input"),
-        ("grad of grad of scan", "backward and jvp", "output"),
-        ("grad of grad of cond", "generate_jvp_rule", "output"),
+        ("grad of grad of vmap", "generated", "input"),
+        ("grad of grad of scan", "both", "output"),
+        ("grad of grad of cond", "generated", "output"),
     ],
     SECOND_DERIVATIVES,
     RULES,
@@ -80,7 +63,7 @@ def test_the_second_derivative_of_a_rule_that_is_not_linear(program, rules, save
     """The gradients of an output that is used and saved are added before `backward` squares them."""
     if program == "grad of grad of checkpoint" and save == "output":
         return  # JAX adds what backward returns: test_checkpoint.py
-    f, x = squares_its_gradient(save, **RULES[rules]), 0.25 * X
+    f, x = squares_its_gradient(save, rules), 0.25 * X
     got = SECOND_DERIVATIVES[program](lambda x: f(x) ** 2)(x)
     np.testing.assert_allclose(got, second_of_squares(x, save), rtol=1e-5)
 
@@ -120,18 +103,12 @@ def product(save, rules):
 
 def hand_written_product(save):
     saved, slopes = SAVED.get(save, SAVED["inputs"])
-    f = jax.custom_vjp(lambda x, w: jnp.sin(x * w))
 
-    def fwd(x, w):
-        y = f(x, w)  # which has the rule at the second order, too
-        return y, saved(x, w, y)
-
-    def bwd(residuals, g):
+    def pull(residuals, g):
         of_x, of_w = slopes(*residuals)
         return 5 * g * of_x, 7 * g * of_w
 
-    f.defvjp(fwd, bwd)
-    return f
+    return hand_written_of(lambda x, w: jnp.sin(x * w), pull, lambda args, y: saved(*args, y))
 
 
 @row("D2", "E1")
@@ -177,38 +154,13 @@ def test_a_pullback_is_an_argument_of_grad(save, program, rules, argument):
 # --- a forward mode has no part in reverse mode
 
 
-def clipped(**attributes):
-    """x * w, whose backward clips: not linear, and three times too large."""
-
-    class Clipped(jaxfn.Function):
-        @staticmethod
-        def forward(ctx, x, w):
-            ctx.save_for_backward(x, w)
-            return x * w
-
-        @staticmethod
-        def backward(ctx, g):
-            x, w = ctx.saved_tensors
-            g = 3 * jnp.clip(g, -0.5, 0.5)
-            return g * w, g * x
-
-    for name, value in attributes.items():
-        setattr(Clipped, name, value)
-    return Clipped.apply
-
-
-@jax.custom_vjp
-def hand_written_clipped(x, w):
-    return x * w
-
-
-def _clipped_bwd(residuals, g):
+def pull_clipped(saved, g):
+    """Returns gradients of x * w that are not linear, and three times too large."""
+    x, w = saved
     g = 3 * jnp.clip(g, -0.5, 0.5)
-    return g * residuals[1], g * residuals[0]
+    return g * w, g * x
 
 
-# It calls itself, so that the second derivative follows the rule, too.
-hand_written_clipped.defvjp(lambda x, w: (hand_written_clipped(x, w), (x, w)), _clipped_bwd)
 IN_AXES = {"both": (0, 0), "the first": (0, None), "the second": (None, 0), "other axes": (1, 0)}
 
 
@@ -216,26 +168,25 @@ IN_AXES = {"both": (0, 0), "the first": (0, None), "the second": (None, 0), "oth
 @cells(
     "in_axes,program,rules",
     [
-        ("both", "eager", "generate_jvp_rule"),
-        ("the first", "jit", "generate_jvp_rule"),
-        ("the second", "checkpoint", "generate_jvp_rule"),
-        ("other axes", "eager", "jvp"),
-        ("the first", "checkpoint", "jvp"),
-        ("the second", "jit", "jvp"),
+        ("both", "eager", "generated"),
+        ("the first", "jit", "generated"),
+        ("the second", "checkpoint", "generated"),
+        ("other axes", "eager", "both"),
+        ("the first", "checkpoint", "both"),
+        ("the second", "jit", "both"),
     ],
     IN_AXES,
     ["eager", "jit", "checkpoint"],
-    ["generate_jvp_rule", "jvp"],
+    ["generated", "both"],
 )
 def test_reverse_mode_of_a_mapped_call_does_without_forward_mode(in_axes, program, rules):
     """A generated rule would raise as not linear, and `jvp` is not run, not even to learn shapes."""
     runs = []
 
-    def jvp(ctx, *tangents):
+    def push(saved, *tangents):
         runs.append(tangents)
         raise ValueError("jvp is not to run")
 
-    attributes = {"jvp": staticmethod(jvp)} if rules == "jvp" else {"generate_jvp_rule": True}
     axes = IN_AXES[in_axes]
     rng = np.random.default_rng(0)
     x = rng.normal(size=(5, 4) if axes[0] == 1 else (4, 5) if axes[0] == 0 else (5,)).astype(np.float32)
@@ -247,8 +198,10 @@ def test_reverse_mode_of_a_mapped_call_does_without_forward_mode(in_axes, progra
         second = jax.grad(lambda x, w: sum(jnp.sum(jnp.cos(g)) for g in first(x, w)), argnums=(0, 1))
         return *first(x, w), *second(x, w)
 
-    for ours, hand_written in zip(both_orders(clipped(**attributes)), both_orders(hand_written_clipped), strict=True):
-        np.testing.assert_allclose(ours, hand_written, rtol=1e-4, atol=1e-5)
+    ours = function_of(rules, jnp.multiply, push, pull_clipped)
+    theirs = hand_written_of(jnp.multiply, pull_clipped)
+    for got, expected in zip(both_orders(ours), both_orders(theirs), strict=True):
+        np.testing.assert_allclose(got, expected, rtol=1e-4, atol=1e-5)
     assert not runs
 
 

@@ -11,6 +11,7 @@ import pytest
 from jax.interpreters import partial_eval
 
 import jaxfn
+from tests.support.cases import function_of, hand_written_of
 from tests.support.marks import EXPERIMENTAL, cells, row
 
 X = jnp.array([0.3, -1.2, 0.7], jnp.float32)
@@ -22,45 +23,32 @@ def left(f: Any, used: list[bool], *args: Any) -> str:
     return str(partial_eval.dce_jaxpr(getattr(jaxpr, "jaxpr", jaxpr), used)[0])
 
 
+def value(x: Any) -> Any:
+    return jnp.sin(x), jnp.tanh(x)
+
+
+def pulled(saved: Any, g: Any, h: Any) -> Any:
+    return (3 * g + 5 * h) * sum(saved, jnp.ones_like(g))
+
+
+# What is saved, of the arguments and the outputs.
+SAVED: dict[str, Any] = {
+    "nothing": lambda args, outputs: (),
+    "input": lambda args, outputs: args,
+    "first": lambda args, outputs: outputs[:1],
+    "second": lambda args, outputs: outputs[1:],
+    "intermediate": lambda args, outputs: (jnp.exp(args[0]),),
+}
+MODES = ["backward", "both", "generated"]
+
+
 def two(save: str, mode: str = "backward") -> Any:
     """Returns a Function of (sin x, tanh x) with the gradient 3 g + 5 h, times one plus what is saved."""
-
-    class Two(jaxfn.Function):
-        generate_jvp_rule = mode == "generated"
-
-        @staticmethod
-        def forward(ctx, x):
-            y, z = jnp.sin(x), jnp.tanh(x)
-            saved = {"input": [x], "first": [y], "second": [z], "intermediate": [jnp.exp(x)], "nothing": []}[save]
-            ctx.save_for_backward(*saved)
-            return y, z
-
-        @staticmethod
-        def backward(ctx, g, h):
-            return (3 * g + 5 * h) * sum((s for s in ctx.saved_tensors), jnp.ones_like(g))
-
-    if mode == "both":
-        Two.jvp = staticmethod(lambda ctx, t: (t, 7 * t))
-    return Two.apply
+    return function_of(mode, value, lambda saved, t: (t, 7 * t), pulled, SAVED[save])
 
 
 def hand_written(save: str) -> Any:
-    """A custom_vjp of what `two` computes, whose fwd calls it, so that the rule holds at every order."""
-
-    @jax.custom_vjp
-    def f(x):
-        return jnp.sin(x), jnp.tanh(x)
-
-    def fwd(x):
-        y, z = f(x)
-        return (y, z), {"input": [x], "first": [y], "second": [z], "intermediate": [jnp.exp(x)], "nothing": []}[save]
-
-    f.defvjp(fwd, lambda saved, g: ((3 * g[0] + 5 * g[1]) * sum(saved, jnp.ones_like(g[0])),))
-    return f
-
-
-MODES = ["backward", "both", "generated"]
-SAVED = ["nothing", "input", "first", "second", "intermediate"]
+    return hand_written_of(value, pulled, SAVED[save])
 
 
 WRAPS = {"f": lambda f: f, "jit": jax.jit, "checkpoint": jax.checkpoint, "vmap": jax.vmap}

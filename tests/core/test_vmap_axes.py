@@ -18,15 +18,16 @@ import pytest
 from jax.lax import stop_gradient
 
 import jaxfn
+from tests.support.cases import with_rules
 from tests.support.contexts import CONTEXTS, eager
 from tests.support.marks import cells, row, slow
 
-MODES = ("reverse", "both", "generated", "jvp")
+MODES = ("backward", "both", "generated", "jvp")
 SAVES = ("input", "output", "intermediate", "attribute")
 BATCH, ROWS, COLUMNS, WIDTH = 3, 7, 5, 9
 
 
-def with_rules(mode: str, save: str, value: Any, slope: Any, push: Any, pull: Any) -> Callable[..., Any]:
+def saving(mode: str, save: str, value: Any, slope: Any, push: Any, pull: Any) -> Callable[..., Any]:
     """A Function, and how it is differentiated.
 
     Args:
@@ -63,13 +64,9 @@ def with_rules(mode: str, save: str, value: Any, slope: Any, push: Any, pull: An
         outputs = value(*args)
         return args, slope(args, outputs if isinstance(outputs, tuple) else (outputs,))
 
-    attributes: dict[str, Any] = {"forward": staticmethod(forward)}
-    if mode != "jvp":
-        attributes["backward"] = staticmethod(lambda ctx, *gs: pull(*restored(ctx), *gs))
-    if mode in ("both", "jvp"):
-        attributes["jvp"] = staticmethod(lambda ctx, *ts: push(*restored(ctx), *ts))
-    attributes["generate_jvp_rule"] = mode == "generated"
-    return type("Mapped", (jaxfn.Function,), attributes).apply
+    return with_rules(
+        mode, forward, lambda ctx, *gs: pull(*restored(ctx), *gs), lambda ctx, *ts: push(*restored(ctx), *ts), "Mapped"
+    )
 
 
 def sine(mode, save):
@@ -79,7 +76,7 @@ def sine(mode, save):
     else:
         value, slope = jnp.sin, lambda args, ys: (jnp.cos(args[0]),)
     rule = lambda args, s, t: s[0] * t  # noqa: E731
-    return with_rules(mode, save, value, slope, rule, rule), value
+    return saving(mode, save, value, slope, rule, rule), value
 
 
 def hard_sine(mode, save):
@@ -87,7 +84,7 @@ def hard_sine(mode, save):
     value, slope = lambda x: jnp.sign(x) * x**2, lambda args, ys: (jnp.cos(args[0]),)
     rule = lambda args, s, t: s[0] * t  # noqa: E731
     reference = lambda x: jnp.sin(x) + stop_gradient(value(x) - jnp.sin(x))  # noqa: E731
-    return with_rules(mode, save, value, slope, rule, rule), reference
+    return saving(mode, save, value, slope, rule, rule), reference
 
 
 def pair(mode, save):
@@ -99,7 +96,7 @@ def pair(mode, save):
         value = lambda x, w: (jnp.sin(x), jnp.cos(w))  # noqa: E731
         slope = lambda args, ys: (jnp.cos(args[0]), -jnp.sin(args[1]))  # noqa: E731
     rule = lambda args, s, t, u: (s[0] * t, s[1] * u)  # noqa: E731
-    return with_rules(mode, save, value, slope, rule, rule), value
+    return saving(mode, save, value, slope, rule, rule), value
 
 
 def product(mode, save):
@@ -108,7 +105,7 @@ def product(mode, save):
     slope = lambda args, ys: (1 - ys[0] ** 2,)  # noqa: E731
     push = lambda args, s, t, u: s[0] * (t @ args[1] + args[0] @ u)  # noqa: E731
     pull = lambda args, s, g: ((s[0] * g) @ args[1].T, args[0].T @ (s[0] * g))  # noqa: E731
-    return with_rules(mode, save, value, slope, push, pull), value
+    return saving(mode, save, value, slope, push, pull), value
 
 
 # Each function of (mode, save): the Function's call and its reference.
@@ -209,15 +206,15 @@ def both_orders(name, f, inside, outside, pairs, has_forward, batch=BATCH):
 @functools.cache
 def expected_of(name, kind, pairs, has_forward, batch):
     """The plain function without its wrapper: wrappers of plain operations make no difference."""
-    reference = FUNCTIONS[name]("reverse", kind)[1]
+    reference = FUNCTIONS[name]("backward", kind)[1]
     return both_orders(name, reference, "eager", "eager", pairs, has_forward, batch)
 
 
 def check(name, mode, save, inside, outside, pairs, batch=BATCH):
     f, _ = FUNCTIONS[name](mode, save)
-    got = both_orders(name, f, inside, outside, pairs, mode != "reverse", batch)
+    got = both_orders(name, f, inside, outside, pairs, mode != "backward", batch)
     kind = "output" if save == "output" else "input"  # which reference it has
-    agree(got, expected_of(name, kind, pairs, mode != "reverse", batch))
+    agree(got, expected_of(name, kind, pairs, mode != "backward", batch))
 
 
 # The axes of the mapped argument and of the output.
@@ -228,22 +225,22 @@ FIRST_PAIRS, OTHER_PAIRS = ((1, 0), (2, 1), (0, -1)), ((2, -1), (-1, 0))
 @cells(
     "name, mode, save, inside, outside, pairs",
     [
-        ("sine", "reverse", "input", "eager", "eager", ((1, 0), (2, 1))),
+        ("sine", "backward", "input", "eager", "eager", ((1, 0), (2, 1))),
         ("sine", "both", "output", "eager", "jit", ((-1, 1), (0, -1))),
         ("sine", "generated", "intermediate", "jit", "eager", ((2, -1), (1, 1))),
         ("hard_sine", "jvp", "attribute", "jit", "jit", ((-1, 0),)),
-        ("pair", "reverse", "output", "eager", "checkpoint", ((1, -1), (0, 1))),
+        ("pair", "backward", "output", "eager", "checkpoint", ((1, -1), (0, 1))),
         ("product", "both", "input", "checkpoint", "eager", ((2, 0),)),
         ("sine", "generated", "attribute", "eager", "scan", ((2, 1), (0, -1))),
         ("pair", "jvp", "intermediate", "scan", "eager", ((-1, 1),)),
-        ("hard_sine", "reverse", "intermediate", "eager", "cond", ((-1, -1), (0, 1))),
+        ("hard_sine", "backward", "intermediate", "eager", "cond", ((-1, -1), (0, 1))),
         ("product", "generated", "output", "cond by w", "eager", ((1, 1),)),
         ("product", "jvp", "input", "eager", "jit", ((0, 0),)),
     ],
     ids=str,
 )
 def test_axes_inside_and_outside_other_transformations(name, mode, save, inside, outside, pairs):
-    if jax.__version_info__ < (0, 11) and mode != "reverse" and "scan" in (inside, outside):
+    if jax.__version_info__ < (0, 11) and mode != "backward" and "scan" in (inside, outside):
         with pytest.raises(TypeError, match="forward-mode"):  # JAX forgets a custom_jvp there (row D7)
             check(name, mode, save, inside, outside, pairs)
         return
@@ -283,7 +280,7 @@ def test_axes_whatever_is_saved(save, mode, name):
 @row("E1c")
 @cells(
     "batch, name, mode",
-    [(0, "sine", "generated"), (1, "pair", "reverse"), (0, "product", "both"), (1, "hard_sine", "jvp")],
+    [(0, "sine", "generated"), (1, "pair", "backward"), (0, "product", "both"), (1, "hard_sine", "jvp")],
     [0, 1],
     FUNCTIONS,
     MODES,
@@ -295,7 +292,7 @@ def test_axes_of_an_empty_batch_and_of_one_element(batch, name, mode):
 @row("E1c")
 @cells(
     "name, mode",
-    [("sine", "reverse"), ("hard_sine", "generated"), ("pair", "jvp"), ("product", "both")],
+    [("sine", "backward"), ("hard_sine", "generated"), ("pair", "jvp"), ("product", "both")],
     FUNCTIONS,
     MODES,
 )
@@ -304,7 +301,7 @@ def test_whole_jacobians_and_hessians(name, mode):
         x, *others = operands(name, 2, 2)
         over = jax.jit(mapped(name, f, 2, -1))
         results = [jax.jacrev(over)(x[:1], *others)]  # of one row
-        if mode != "reverse":
+        if mode != "backward":
             results += [jax.jacfwd(over)(x[:1], *others), jax.hessian(loss_of(over))(x[:1], *others)]
         return results
 
@@ -316,7 +313,7 @@ def test_whole_jacobians_and_hessians(name, mode):
 @cells(
     "name, mode, save, inside, outside, outer, inner",
     [
-        ("sine", "reverse", "input", "eager", "checkpoint", (3, 2), (2, 0)),
+        ("sine", "backward", "input", "eager", "checkpoint", (3, 2), (2, 0)),
         ("sine", "both", "output", "scan", "eager", (2, 1), (0, -1)),
         ("sine", "generated", "intermediate", "jit", "eager", (-1, -1), (1, 0)),
         pytest.param("product", "jvp", "attribute", "eager", "jit", (0, 0), (1, 1), marks=slow),
@@ -333,7 +330,7 @@ def test_vmap_of_vmap_along_different_axes(name, mode, save, inside, outside, ou
         mapped_once = jax.vmap(AROUND[inside](f), in_axes=(inner[0], *nones), out_axes=inner[1])
         over = AROUND[outside](jax.vmap(mapped_once, in_axes=(outer[0], *nones), out_axes=outer[1]))
         args = (x, *others)
-        return first_order(over, args, mode != "reverse"), second_order(over, args, False)
+        return first_order(over, args, mode != "backward"), second_order(over, args, False)
 
     f, reference = FUNCTIONS[name](mode, save)
     agree(*jax.device_get((jax.jit(lambda: all_of(f))(), jax.jit(lambda: all_of(reference))())))
@@ -354,10 +351,10 @@ def computing_otherwise(has_jvp):
     def backward(ctx, g, of_third):
         return g * ctx.saved_tensors[0], of_third
 
-    attributes = {"forward": staticmethod(forward), "backward": staticmethod(backward)}
-    if has_jvp:
-        attributes["jvp"] = staticmethod(lambda ctx, t, u: (t * ctx.saved_tensors[0], u))
-    return type("Otherwise", (jaxfn.Function,), attributes).apply
+    def jvp(ctx, t, u):
+        return t * ctx.saved_tensors[0], u
+
+    return with_rules("both" if has_jvp else "backward", forward, backward, jvp, "Otherwise")
 
 
 @row("E1c")

@@ -110,6 +110,54 @@ def with_rules(rules: str, forward: Any, backward: Any, jvp: Any, name: str = "L
     return type(name, (jaxfn.Function,), methods).apply
 
 
+def _saved_args(args: tuple[Any, ...], outputs: Any) -> tuple[Any, ...]:
+    return args
+
+
+def function_of(
+    rules: str, value: Any, push: Any, pull: Any, saved: Any = _saved_args, name: str = "Made"
+) -> Callable[..., Any]:
+    """Returns the call of a Function, built from functions of arrays.
+
+    Args:
+      rules: which rules it has, as in `with_rules`.
+      value: the outputs, of the arguments.
+      push: the tangents of the outputs, of what is saved and the tangents.
+      pull: the gradients, of what is saved and the gradients of the outputs.
+      saved: what is saved, of the tuple of arguments and the outputs.
+      name: its name.
+    """
+
+    def forward(ctx: Any, *args: Any) -> Any:
+        outputs = value(*args)
+        ctx.save_for_backward(*saved(args, outputs))
+        return outputs
+
+    return with_rules(
+        rules,
+        forward,
+        lambda ctx, *gradients: pull(ctx.saved_tensors, *gradients),
+        lambda ctx, *tangents: push(ctx.saved_tensors, *tangents),
+        name,
+    )
+
+
+def hand_written_of(value: Any, pull: Any, saved: Any = _saved_args) -> Callable[..., Any]:
+    """Returns the `jax.custom_vjp` of these, which is the rule at every order: `fwd` calls it."""
+    f = jax.custom_vjp(value)
+
+    def fwd(*args: Any) -> Any:
+        outputs = f(*args)
+        return outputs, saved(args, outputs)
+
+    def bwd(residuals: Any, gradients: Any) -> Any:
+        found = pull(residuals, *(gradients if isinstance(gradients, tuple) else (gradients,)))
+        return found if isinstance(found, tuple) else (found,)
+
+    f.defvjp(fwd, bwd)
+    return f
+
+
 class Square(jaxfn.Function):
     """Saves its input."""
 
