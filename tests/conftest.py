@@ -34,6 +34,7 @@ def few_objects() -> Iterator[None]:
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--all", action="store_true", help="run the slow tests too")
     parser.addoption("--brief", action="store_true", help="run one quick test of each row in each file")
+    parser.addoption("--one-case", action="store_true", help="run one case of each quick test")
     parser.addoption("--row", action="append", help="run only tests of this row of docs/contract.md")
 
 
@@ -47,7 +48,10 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(tryfirst=True)  # before -k and -m choose
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Deselects tests of rows that `--row` omits, slow ones without `--all`, all but one a row with `--brief`."""
+    """Deselects tests of rows that `--row` omits, slow ones without `--all`, all but one a row with `--brief`.
+
+    With `--one-case`, further cases: one with further marks, such as one that needs torch, counts as another test.
+    """
     rows = set(config.getoption("row") or ())
     chosen = [
         item
@@ -63,6 +67,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             for name in mark.args
         }
         chosen = [item for item in chosen if item in first.values()]
+    if config.getoption("one_case"):
+        tests = {
+            (item.nodeid.partition("[")[0], *sorted(mark.name for mark in item.iter_markers())): item
+            for item in reversed(chosen)
+        }
+        chosen = list(tests.values())[::-1]
     config.hook.pytest_deselected(items=list(set(items).difference(chosen)))
     items[:] = chosen
 
