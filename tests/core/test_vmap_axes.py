@@ -23,7 +23,6 @@ from tests.support.contexts import CONTEXTS, eager
 from tests.support.marks import cells, row, slow
 
 MODES = ("backward", "both", "generated", "jvp")
-SAVES = ("input", "output", "intermediate", "attribute")
 BATCH, ROWS, COLUMNS, WIDTH = 3, 7, 5, 9
 
 
@@ -32,7 +31,8 @@ def saving(mode: str, save: str, value: Any, slope: Any, push: Any, pull: Any) -
 
     Args:
       mode: which rules it has.
-      save: what it saves, from which `backward` computes `slope`, or which is the slope.
+      save: what it saves: an "input" or "output", from which the rules compute `slope`, or the slope, as an
+        "intermediate" or an "attribute".
       value: the outputs, of the arguments.
       slope: what the rules need, of arguments and outputs.
       push: tangents from arguments, slope and tangents.
@@ -217,10 +217,6 @@ def check(name, mode, save, inside, outside, pairs, batch=BATCH):
     agree(got, expected_of(name, kind, pairs, mode != "backward", batch))
 
 
-# The axes of the mapped argument and of the output.
-FIRST_PAIRS, OTHER_PAIRS = ((1, 0), (2, 1), (0, -1)), ((2, -1), (-1, 0))
-
-
 @row("E1c")
 @cells(
     "name, mode, save, inside, outside, pairs",
@@ -240,41 +236,12 @@ FIRST_PAIRS, OTHER_PAIRS = ((1, 0), (2, 1), (0, -1)), ((2, -1), (-1, 0))
     ids=str,
 )
 def test_axes_inside_and_outside_other_transformations(name, mode, save, inside, outside, pairs):
+    """The pairs are axes of the mapped argument and of the output."""
     if jax.__version_info__ < (0, 11) and mode != "backward" and "scan" in (inside, outside):
         with pytest.raises(TypeError, match="forward-mode"):  # JAX forgets a custom_jvp there (row D7)
             check(name, mode, save, inside, outside, pairs)
         return
     check(name, mode, save, inside, outside, pairs)
-
-
-@row("E1c")
-@slow
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize(
-    ("name", "inside", "outside"),
-    [
-        ("sine", "eager", "jit"),
-        ("sine", "jit", "jit"),
-        ("sine", "checkpoint", "eager"),
-        ("sine", "scan", "eager"),
-        ("pair", "cond", "eager"),
-        ("pair", "cond by w", "eager"),
-        ("product", "eager", "checkpoint"),
-        ("product", "eager", "scan"),
-        ("product", "eager", "cond by w"),
-    ],
-)
-def test_axes_in_every_mode(name, inside, outside, mode):
-    check(name, mode, "intermediate", inside, outside, FIRST_PAIRS)
-
-
-@row("E1c")
-@slow
-@pytest.mark.parametrize("name", ["sine", "product"])
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("save", SAVES)
-def test_axes_whatever_is_saved(save, mode, name):
-    check(name, mode, save, "eager", "jit", OTHER_PAIRS)
 
 
 @row("E1c")
