@@ -277,8 +277,7 @@ def test_marking_an_output_by_an_operation_that_changes_nothing(no_op, marked, r
 IN_CONTEXTS = cells(
     "context, outside",
     [
-        ("eager", ""), ("eager", "jit of all"), ("jit", ""), ("checkpoint", "jit of all"), ("vmap", "jit of all"),
-        ("vmap", ""), ("scan", ""), ("cond", ""),
+        ("eager", ""), ("eager", "jit of all"), ("vmap", ""), ("checkpoint", "jit of all"), ("scan", ""),
     ],
     CONTEXTS,
     OUTSIDE,

@@ -23,12 +23,7 @@ WRAPS = pytest.mark.parametrize("wrap", [eager, jit], ids=["eager", "jit"])
 
 
 def function(forward: Any, jvp: Any = None, backward: Any = None) -> Any:
-    built = jaxfn.function(forward)
-    if jvp is not None:
-        built.jvp(jvp)
-    if backward is not None:
-        built.backward(backward)
-    return built
+    return jaxfn.function(forward, backward, jvp=jvp)
 
 
 def tangent_of(f: Any, *args: Any) -> Any:

@@ -112,8 +112,12 @@ def test_inputs_that_are_one_object(same):
 
 
 @row("D8")
-@pytest.mark.parametrize("save", ["all", "needed", "intermediates"])
-@pytest.mark.parametrize("program", ["eager", "jit", "checkpoint"])
+@cells(
+    "program, save",
+    [("eager", "needed"), ("eager", "intermediates"), ("jit", "intermediates"), ("checkpoint", "all")],
+    ["eager", "jit", "checkpoint"],
+    ["all", "needed", "intermediates"],
+)
 def test_mixed_partials_with_a_guarded_backward(program, save):
     @jaxfn.function
     def multiply(ctx, x, w):

@@ -20,7 +20,7 @@ from jax.extend.random import define_prng_impl
 
 import jaxfn
 from tests.support.contexts import assert_right_or_escaped, raises_escaped_tracer
-from tests.support.marks import EXPERIMENTAL, cells, row
+from tests.support.marks import EXPERIMENTAL, cells, row, slow
 
 
 def _mixed(key, numbers):
@@ -532,15 +532,15 @@ def test_second_derivatives_of_a_traced_key_in_an_object_are_right_or_raise(sour
     "name,transform",
     [
         ("saves_intermediate", "eager"),
-        ("saves_intermediate", "jit_of_grad"),
         ("reads_flags", "vmap_of_grad"),
-        ("stores_attribute", "grad_of_jit"),
         ("reads_flags", "checkpoint"),
-        ("saves_input", "grad_of_vmap"),
         ("reads_flags", "second jit"),
         ("stores_attribute", "second jit_inside"),
         ("saves_intermediate", "second vmap"),
-        ("saves_input", "second scan"),
+        pytest.param("saves_intermediate", "jit_of_grad", marks=slow),
+        pytest.param("stores_attribute", "grad_of_jit", marks=slow),
+        pytest.param("saves_input", "grad_of_vmap", marks=slow),
+        pytest.param("saves_input", "second scan", marks=slow),
     ],
 )
 def test_how_often_forward_runs_does_not_depend_on_earlier_programs(name, transform):

@@ -7,7 +7,7 @@ import pytest
 
 import jaxfn
 from tests.support.beside_torch import assert_same_as_torch
-from tests.support.marks import row
+from tests.support.marks import cells, row
 
 torch = pytest.importorskip("torch")
 # torch's own forward mode compiles something else with it.
@@ -83,9 +83,21 @@ def by_torch(function, args, tangents):
 
 
 @row("H1", "D4", "B9")
-@pytest.mark.parametrize("jit", [False, True], ids=["eager", "jit"])
-@pytest.mark.parametrize("which", [(0, 1), (0,), (1,)], ids=str)
-@pytest.mark.parametrize("function", [TorchCombined, TorchSeparate])
+@cells(
+    "function, which, jit",
+    [
+        (TorchCombined, (0, 1), True),
+        (TorchCombined, (0,), False),
+        (TorchCombined, (1,), True),
+        (TorchSeparate, (0, 1), False),
+        (TorchSeparate, (0,), True),
+        (TorchSeparate, (1,), False),
+    ],
+    [TorchCombined, TorchSeparate],
+    [(0, 1), (0,), (1,)],
+    [False, True],
+    ids=str,
+)
 def test_jvp_as_torch(function, which, jit):
     args, positions = ([X, 3, W], (0, 2)) if function is TorchCombined else ([X, W], (0, 1))
     chosen = [positions[i] for i in which]

@@ -19,7 +19,7 @@ torch = pytest.importorskip("torch")
 import jaxfn  # noqa: E402
 from jaxfn import TranslationError  # noqa: E402
 from tests.support.contexts import CONTEXTS  # noqa: E402
-from tests.support.marks import row  # noqa: E402
+from tests.support.marks import cells, row  # noqa: E402
 from tests.support.module_checks import (  # noqa: E402
     Quantized,
     Weighted,
@@ -164,7 +164,7 @@ def module_of_all():
 
 
 @row("I2")
-@pytest.mark.parametrize("name", ["jit", "checkpoint", "vmap", "scan", "cond"])
+@cells("name", ["vmap", "scan"], ["jit", "checkpoint", "vmap", "scan", "cond"])
 def test_derivatives_in_every_context(name):
     module = module_of_all()
     net = jaxfn.from_torch(module)

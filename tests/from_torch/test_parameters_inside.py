@@ -225,7 +225,7 @@ def plainly(self, x):
 
 
 @row("I5")
-@pytest.mark.parametrize("order, name", [(1, "checkpoint"), (1, "vmap"), (1, "scan"), (2, "jit")])
+@cells("order, name", [(1, "checkpoint"), (2, "jit")], [1, 2], ["jit", "checkpoint", "vmap", "scan"])
 def test_derivatives_in_every_context(order, name):
     """The block's backward is the derivative of what it computes, so JAX's autodiff of that is equal."""
     module = build("reversible blocks")

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 import jaxfn
-from tests.support.marks import row
+from tests.support.marks import cells, row
 
 torch = pytest.importorskip("torch")
 pytestmark = [pytest.mark.usefixtures("double_precision"), row("H2")]
@@ -136,9 +136,17 @@ def arrays_of(shapes: Any) -> list[np.ndarray]:
     return [generator.standard_normal(shape) for shape in shapes]
 
 
-@pytest.mark.parametrize("name", CASES | NOT_SHARDED)
+# Of average pooling, each stride, and both ways of ceil_mode and of count_include_pad.
+OF_AVERAGES = [
+    f"avg_pool2d, stride {stride}, ceil_mode {ceil}, count_include_pad {count}"
+    for stride, ceil, count in [((3, 2), False, False), ((2, 2), True, False), ((1, 3), False, True)]
+]
+EVERY = CASES | NOT_SHARDED
+
+
+@cells("name", [*OF_AVERAGES, *(name for name in EVERY if "avg_pool2d, stride" not in name)], EVERY)
 def test_values_and_derivatives_of_both_orders_match_torch(name: str) -> None:
-    function, shapes = (CASES | NOT_SHARDED)[name]
+    function, shapes = EVERY[name]
     reference = REFERENCES.get(name, function)
     args, directions = arrays_of(shapes), arrays_of(shapes[::-1])[::-1]
 
@@ -180,9 +188,16 @@ ORDERS: dict[str, Case] = {
 SHARDED = [name for name in CASES | ORDERS if "ceil_mode True" not in name and "count_include_pad True" not in name]
 
 
-@pytest.mark.parametrize("axis_type", ["Auto", "Explicit"])
-@pytest.mark.parametrize("name", SHARDED)
-def test_gradients_over_devices_are_those_of_one_device(name: str, axis_type: str) -> None:
+# One of each kind of implementation.
+OFTEN_SHARDED = [
+    "patches", "groups", "depthwise", "one element", "many channels in groups", "three axes", "transposed",
+    "transposed, groups", OF_AVERAGES[0], "adaptive, overlaps", "overlaps of three", "windows", "bicubic", "smaller",
+    "reflection", "index_select", "index", "unfold", "cumsum", "logcumsumexp", "cummax", "topk", "sort", "median",
+]  # fmt: skip
+
+
+@cells("name", OFTEN_SHARDED, SHARDED)
+def test_gradients_over_devices_are_those_of_one_device(name: str) -> None:
     """Inside `shard_map` over an Auto axis, and over an Explicit axis, where every value has a sharding."""
     function, shapes = (CASES | ORDERS)[name]
     x, *others = (a.astype(np.float32) for a in arrays_of(shapes))
@@ -192,19 +207,23 @@ def test_gradients_over_devices_are_those_of_one_device(name: str, axis_type: st
     def loss(args: Any) -> Any:
         return (translated(*args) ** 2).sum()
 
-    mesh = jax.make_mesh((2,), ("i",), axis_types=(jax.sharding.AxisType[axis_type],))
     specs = [jax.P("i"), *[jax.P()] * len(others)]
-    args = [jax.device_put(a, jax.NamedSharding(mesh, spec)) for a, spec in zip([x, *others], specs, strict=True)]
-    if axis_type == "Auto":
-        over_devices = jax.shard_map(
+
+    def over_devices(axis_type: str) -> Any:
+        mesh = jax.make_mesh((2,), ("i",), axis_types=(jax.sharding.AxisType[axis_type],))
+        args = [jax.device_put(a, jax.NamedSharding(mesh, spec)) for a, spec in zip([x, *others], specs, strict=True)]
+        if axis_type == "Explicit":
+            with jax.set_mesh(mesh):
+                return jax.jit(jax.grad(loss))(args)
+        mapped = jax.shard_map(
             lambda args: jax.lax.psum(loss(args), "i"), mesh=mesh, in_specs=(specs,), out_specs=jax.P()
         )
-        sharded = jax.jit(jax.grad(over_devices))(args)
-    else:
-        with jax.set_mesh(mesh):
-            sharded = jax.jit(jax.grad(loss))(args)
-    for got, expected in zip(sharded, jax.jit(jax.grad(loss))([x, *others]), strict=True):
-        np.testing.assert_allclose(got, expected, rtol=1e-3, atol=1e-3 * abs(expected).max())
+        return jax.jit(jax.grad(mapped))(args)
+
+    on_one = jax.jit(jax.grad(loss))([x, *others])
+    for axis_type in ("Auto", "Explicit"):
+        for got, expected in zip(over_devices(axis_type), on_one, strict=True):
+            np.testing.assert_allclose(got, expected, rtol=1e-3, atol=1e-3 * abs(expected).max(), err_msg=axis_type)
 
 
 @pytest.mark.parametrize("name", ["one element", "groups", "depthwise", "three axes", "transposed"])

@@ -8,6 +8,7 @@ import contextvars
 import dataclasses
 import enum
 import functools
+import itertools
 import sys
 import types
 from typing import Any
@@ -23,7 +24,7 @@ from torch.overrides import handle_torch_function, has_torch_function_unary  # n
 
 import jaxfn  # noqa: E402
 from tests.support.libraries import assert_derivatives_as_torch  # noqa: E402
-from tests.support.marks import row  # noqa: E402
+from tests.support.marks import cells, row  # noqa: E402
 
 nn = torch.nn
 X = np.array([-1.6, 0.3, 2.5, 0.7], np.float32)
@@ -180,8 +181,20 @@ SURROUNDINGS = {
 
 
 @row("H2", "H23")
-@pytest.mark.parametrize("surroundings", [*SURROUNDINGS])
-@pytest.mark.parametrize("read", [*READS_OUTSIDE])
+@cells(
+    "read, surroundings",
+    [
+        ("values", "alone"),
+        ("a number", "with an index"),
+        ("a branch", "with a gradient"),
+        ("values by an operation without a translation", "in a Function that reads values"),
+        ("a number", "with a gradient, in a Function that reads values"),
+        ("a branch", "alone"),
+        ("values", "in a Function that reads values"),
+    ],
+    READS_OUTSIDE,
+    SURROUNDINGS,
+)
 def test_a_function_inside_sees_new_values_of_a_tensor_outside(read: str, surroundings: str):
     class Scale(torch.autograd.Function):
         @staticmethod
@@ -350,11 +363,16 @@ STATE = {  # how code reads a value, and how it is set
     ),
 }
 SLOTS, CONFIGURATION = Slots(), Configuration()
+KINDS = ["Function", "function", "module"]
 
 
 @row("H2", "H23")
-@pytest.mark.parametrize("kind", ["Function", "function", "module"])
-@pytest.mark.parametrize("name", [*STATE])
+@cells(
+    "name, kind",
+    [*zip(STATE, itertools.cycle(KINDS)), *(("a dataclass", kind) for kind in ("Function", "module"))],
+    STATE,
+    KINDS,
+)
 def test_state_of_every_kind_may_change_between_calls(name: str, kind: str):
     read, write = STATE[name]
 
