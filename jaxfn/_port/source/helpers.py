@@ -1,4 +1,4 @@
-"""Functions that written modules copy, since JAX has none with torch's values or derivatives at that point."""
+"""Functions that written modules copy, besides those of `ties.py`, since JAX has none like torch's."""
 
 from __future__ import annotations
 
@@ -11,54 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-
-def absolute(x: jax.Array) -> jax.Array:
-    """Returns |x|. The derivative is 0 at 0 and NaN."""
-    if not jnp.issubdtype(x.dtype, jnp.floating):
-        return jnp.abs(x)
-    return x * lax.stop_gradient(jnp.where(jnp.isnan(x), 0, jnp.sign(x)))
-
-
-def power(x: Any, exponent: Any) -> jax.Array:
-    """Returns x ** exponent, with the derivative of an integer power where the exponent is one."""
-    is_integer = isinstance(exponent, float) and exponent.is_integer() and abs(exponent) <= 64
-    return jnp.power(x, int(exponent) if is_integer else exponent)
-
-
-def floor_divide(x: Any, y: Any) -> jax.Array:
-    """Returns the floor of x / y, infinite for a division of floats by 0, with derivative 0."""
-    x, y = lax.stop_gradient(x), lax.stop_gradient(y)
-    is_floating = jnp.issubdtype(jnp.result_type(x, y), jnp.floating)
-    return jnp.where(y == 0, x / y, jnp.floor_divide(x, y)) if is_floating else jnp.floor_divide(x, y)
-
-
-def clamp_to_input(x: jax.Array, low: Any = None, high: Any = None) -> jax.Array:
-    """Clamps. At a bound the derivative is that of x."""
-    x = x if low is None else jnp.where((x < low) | jnp.isnan(low), low, x)
-    return x if high is None else jnp.where((x > high) | jnp.isnan(high), high, x)
-
-
-def clamp_to_bounds(x: jax.Array, low: Any = None, high: Any = None) -> jax.Array:
-    """Clamps. At a bound the derivative by x is 0."""
-    x = x if low is None else jnp.where((x <= low) | jnp.isnan(low), low, x)
-    return x if high is None else jnp.where((x >= high) | jnp.isnan(high), high, x)
-
-
-def elu(x: jax.Array, alpha: float = 1.0) -> jax.Array:
-    """Returns x, or alpha * (exp(x) - 1) where x is not positive."""
-    return jnp.where(x > 0, x, alpha * jnp.expm1(jnp.where(x > 0, 0, x)))
-
-
-def softplus(x: jax.Array, beta: float = 1.0, threshold: float = 20.0) -> jax.Array:
-    """Returns log(1 + exp(beta * x)) / beta, and x above the threshold."""
-    is_linear = x * beta > threshold
-    return jnp.where(is_linear, x, jnp.log1p(jnp.exp(jnp.where(is_linear, 0, x) * beta)) / beta)
-
-
-def with_index(x: jax.Array, index: jax.Array, axis: int, keepdims: bool = False) -> tuple[jax.Array, jax.Array]:
-    """Returns the elements that an index selects along an axis, and the index. The derivative goes to them."""
-    values = jnp.take_along_axis(x, index, axis)
-    return (values, index) if keepdims else (values.squeeze(axis), index.squeeze(axis))
+from jaxfn._torch.ties import vector_norm, with_index
 
 
 def median(x: jax.Array, axis: int, keepdims: bool = False) -> tuple[jax.Array, jax.Array]:
@@ -75,29 +28,10 @@ def sum_to_shape(x: jax.Array, shape: Sequence[int]) -> jax.Array:
     return x.sum((*range(extra), *stretched)).reshape(tuple(shape))
 
 
-def standard_deviation(x: jax.Array, axis: Any = None, ddof: int = 1, keepdims: bool = False) -> jax.Array:
-    """Returns the standard deviation. Its derivative is 0 where all elements are equal."""
-    variance = x.var(axis, ddof=ddof, keepdims=keepdims)
-    return jnp.where(variance == 0, 0, jnp.sqrt(jnp.where(variance == 0, 1, variance)))
-
-
 def svd(x: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Returns U, S and V of the reduced singular value decomposition."""
     u, s, vh = jnp.linalg.svd(x, full_matrices=False)
     return u, s, vh.mT.conj()
-
-
-def vector_norm(x: jax.Array, ord: float = 2, axis: Any = None, keepdims: bool = False) -> jax.Array:
-    """Returns the norm of vectors along some axes. Its derivative at 0 is 0."""
-    size = absolute(x)
-    if ord in (np.inf, -np.inf):
-        return (jnp.max if ord > 0 else jnp.min)(size, axis, keepdims=keepdims)
-    if ord == 0:
-        return jnp.sum(x != 0, axis, keepdims=keepdims).astype(size.dtype)
-    if ord == 1:
-        return jnp.sum(size, axis, keepdims=keepdims)
-    total = jnp.sum(jnp.real(x * jnp.conj(x)) if ord == 2 else size**ord, axis, keepdims=keepdims)
-    return jnp.where(total == 0, 0 if ord > 0 else np.inf, jnp.where(total == 0, 1, total) ** (1 / ord))
 
 
 def squeeze(x: jax.Array, axis: int | Sequence[int]) -> jax.Array:
@@ -263,23 +197,10 @@ def nll_loss(
     return loss.sum() / weights.sum() if reduction == "mean" else loss.sum() if reduction == "sum" else loss
 
 
-def huber(x: jax.Array, delta: float = 1.0) -> jax.Array:
-    """Returns x ** 2 / 2 for |x| below delta, and a line above."""
-    is_inside = jnp.abs(x) < delta
-    return jnp.where(is_inside, jnp.square(jnp.where(is_inside, x, 0)) / 2, delta * (jnp.abs(x) - delta / 2))
-
-
 def cosine_similarity(x: jax.Array, y: jax.Array, axis: int = 1, eps: float = 1e-8) -> jax.Array:
     """Returns the cosine of the angle between vectors along an axis."""
     norms = [jnp.maximum(vector_norm(z, axis=axis, keepdims=True), eps) for z in (x, y)]
     return (x / norms[0] * (y / norms[1])).sum(axis)
-
-
-def hermitian(x: jax.Array) -> jax.Array:
-    """Returns the Hermitian matrix that has the lower triangle of x. Derivatives are spread over both."""
-    half, symmetric = jnp.tril(x, -1), (x + x.mT.conj()) / 2
-    diagonal = jnp.diagonal(x, axis1=-2, axis2=-1).real[..., None] * jnp.eye(x.shape[-1], dtype=x.dtype)
-    return symmetric + lax.stop_gradient(half + half.mT.conj() + diagonal - symmetric)
 
 
 def pixel_shuffle(x: jax.Array, factor: int) -> jax.Array:
@@ -311,11 +232,6 @@ def group_norm(x: jax.Array, groups: int, weight: Any = None, bias: Any = None, 
     channels = (-1, *(1,) * (x.ndim - 2))
     y = y if weight is None else y * weight.reshape(channels)
     return y if bias is None else y + bias.reshape(channels)
-
-
-def dropout(key: jax.Array, x: jax.Array, p: float) -> jax.Array:
-    """Sets elements to 0 with probability p, and divides the other ones by 1 - p."""
-    return jnp.where(jax.random.bernoulli(key, 1 - p, x.shape), x / (1 - p) if p < 1 else 0, 0)
 
 
 def not_reached(line: str) -> Any:

@@ -32,6 +32,7 @@ from jaxfn._port.source.rewrite import FunctionRewriter
 from jaxfn._port.source.source_file import SourceFile, Span, bound_names
 from jaxfn._port.source.table import table
 from jaxfn._port.source.typecheck import dtype_text
+from jaxfn._torch import ties
 from jaxfn._torch._compat import scripted_function
 from jaxfn._torch.values.errors import TranslationError
 
@@ -51,8 +52,12 @@ _KEPT_DECORATORS = frozenset({"staticmethod", "classmethod"})
 _DERIVATIVES = ("backward", "vjp", "jvp")
 # Folded into the key of a call to derive the key of its backward, as in converted Functions.
 _BACKWARD_KEY_DATA = 0x6261636B
-_HELPERS_FILE = SourceFile("helpers.py", inspect.getsource(helpers))
-_HELPERS = {node.name: node for node in _HELPERS_FILE.tree.body if isinstance(node, ast.FunctionDef)}
+_HELPERS = {
+    value.__name__: value
+    for module in (ties, helpers)
+    for value in vars(module).values()
+    if inspect.isfunction(value) and value.__module__ == module.__name__
+}
 
 
 class Module(NamedTuple):
@@ -243,8 +248,9 @@ class _Writer:
             if spelled in _IMPORTS:
                 self._imports.add(_aliased(_IMPORTS[spelled], spelled, name))
             elif spelled in _HELPERS and spelled not in self._helpers:
-                self._helpers[spelled] = self.options.spell(_HELPERS_FILE.segment(_HELPERS[spelled]))
-                self._add_names(self._helpers[spelled], vars(helpers), _HELPERS_FILE, spelled)
+                helper = _HELPERS[spelled]
+                self._helpers[spelled] = self.options.spell(inspect.getsource(helper).rstrip())
+                self._add_names(self._helpers[spelled], helper.__globals__, file, spelled)
             elif spelled is not None or hasattr(builtins, name):
                 continue
             elif name in scope:

@@ -9,7 +9,8 @@ literal; without a type, anything is accepted.
 
 In the code, `{x}` is an argument, `{x:0}` one with a default, and `axis={dim?}` is left out if the call does not pass
 `dim`. `{dtype_of_result}` is the dtype that torch returned, `{key}` a random key, and `{size_args}` the arguments of
-`*size`, as in the call. Names without a module are functions of `helpers.py`, which are copied into the written module.
+`*size`, as in the call. Names without a module are functions of `ties.py` and `helpers.py`, which the written module
+copies.
 
 A third column, `=> code`, is the strict spelling, for programs in which the plain one has another derivative at a tie
 or bound, or another value for NaN, and that matters.
@@ -17,7 +18,7 @@ or bound, or another value for NaN, and that matters.
 
 from __future__ import annotations
 
-from jaxfn._torch._compat import CLAMP_SPLITS_TIES
+from jaxfn._torch.ties import CLAMP
 
 ELEMENTWISE = """
 abs absolute(input) => jnp.abs({input}) => absolute({input})
@@ -79,14 +80,13 @@ where[method](input, condition, other) => jnp.where({condition}, {input}, {other
 xlogy(input, other) => {input} * jnp.log({other}) => jax.scipy.special.xlogy({input}, {other})
 """
 
-# torch 2.15 changed the derivative of `clamp` at its bounds.
 CLAMPS = """
 clamp clip(input, min: number, max: number) => jnp.clip({input}, {min}, {max}) => CLAMP({input}, {min}, {max})
 clamp clip(input, min=None, max=None) => jnp.clip({input}, min={min?}, max={max?}) => \
     CLAMP({input}, low={min?}, high={max?})
 clamp_min(input, min) => jnp.maximum({input}, {min}) => CLAMP({input}, low={min})
 clamp_max(input, max) => jnp.minimum({input}, {max}) => CLAMP({input}, high={max})
-""".replace("CLAMP", "clamp_to_bounds" if CLAMP_SPLITS_TIES else "clamp_to_input")
+""".replace("CLAMP", CLAMP.__name__)
 
 ACTIVATIONS = """
 celu(input, alpha=1.0) => jax.nn.celu({input}, {alpha?})
@@ -101,7 +101,7 @@ hardsigmoid(input) => jax.nn.hard_sigmoid({input}) => jnp.where({input} <= -3, 0
 hardswish(input) => jax.nn.hard_swish({input}) => jnp.where({input} <= -3, 0, jnp.where({input} >= 3, {input}, \
     {input} * ({input} + 3) / 6))
 hardtanh(input, min_val=-1.0, max_val=1.0) => jnp.clip({input}, {min_val:-1.0}, {max_val:1.0}) => \
-    jnp.where({input} <= {min_val:-1.0}, {min_val:-1.0}, jnp.where({input} >= {max_val:1.0}, {max_val:1.0}, {input}))
+    clamp_to_bounds({input}, {min_val:-1.0}, {max_val:1.0})
 leaky_relu(input, negative_slope=0.01) => jax.nn.leaky_relu({input}, {negative_slope?}) => \
     jnp.where({input} > 0, {input}, {input} * {negative_slope:0.01})
 log_softmax softmax(input, dim: int, *, dtype) => jax.nn.NAME({input}.astype({dtype}), axis={dim})
@@ -109,7 +109,7 @@ log_softmax softmax(input, dim: int, _stacklevel=3) => jax.nn.NAME({input}, axis
 log_sigmoid mish silu(input) => jax.nn.NAME({input})
 prelu(input, weight) => jnp.where({input} > 0, {input}, {weight} * {input})
 relu(input) => jax.nn.relu({input}) => jnp.where({input} <= 0, 0, {input})
-relu6(input) => jnp.clip({input}, 0, 6) => jnp.where({input} <= 0, 0, jnp.where({input} >= 6, 6, {input}))
+relu6(input) => jnp.clip({input}, 0, 6) => clamp_to_bounds({input}, 0, 6)
 _log_softmax_backward_data(grad_output, output, dim, input_dtype) => {grad_output} - jnp.exp({output}) * \
     {grad_output}.sum(axis={dim}, keepdims=True)
 _softmax_backward_data(grad_output, output, dim, input_dtype) => {grad_output} * {output} - {output} * \
@@ -179,14 +179,14 @@ sort(input, dim: int = -1, *, descending: False = False) => (jnp.sort({input}, a
 sort(input, dim: int = -1, descending=False, stable=False) => (jnp.sort({input}, axis={dim?}, \
     descending={descending:False}), jnp.argsort({input}, axis={dim?}, descending={descending:False})) => \
     with_index({input}, jnp.argsort({input}, axis={dim?}, descending={descending:False}), {dim:-1}, True)
-std(input, unbiased: bool) => {input}.std(ddof=int({unbiased})) => standard_deviation({input}, ddof=int({unbiased}))
+std(input, unbiased: bool) => {input}.std(ddof=int({unbiased})) => root({input}.var(ddof=int({unbiased})))
 std(input, dim: ints = None, *, unbiased: False, keepdim=False) => \
-    {input}.std(axis={dim?}, keepdims={keepdim?}) => standard_deviation({input}, {dim?}, ddof=0, keepdims={keepdim?})
+    {input}.std(axis={dim?}, keepdims={keepdim?}) => root({input}.var(axis={dim?}, keepdims={keepdim?}))
 std(input, dim: ints = None, unbiased: bool = True, keepdim=False) => \
     {input}.std(axis={dim?}, ddof=int({unbiased:True}), keepdims={keepdim?}) => \
-    standard_deviation({input}, {dim?}, ddof=int({unbiased:True}), keepdims={keepdim?})
+    root({input}.var(axis={dim?}, ddof=int({unbiased:True}), keepdims={keepdim?}))
 std(input, dim=None, *, correction, keepdim=False) => {input}.std(axis={dim?}, ddof={correction}, \
-    keepdims={keepdim?}) => standard_deviation({input}, {dim?}, ddof={correction}, keepdims={keepdim?})
+    keepdims={keepdim?}) => root({input}.var(axis={dim?}, ddof={correction}, keepdims={keepdim?}))
 topk(input, k: int) => lax.top_k({input}, {k})
 topk(input, k: int, dim: int = -1, largest: bool = True, sorted=True) => \
     with_index({input}, lax.slice_in_dim(jnp.argsort({input}, {dim:-1}, descending={largest:True}), 0, {k}, \
@@ -507,7 +507,7 @@ bernoulli(input, p) => jax.random.bernoulli({key}, {p}, {input}.shape).astype({i
 gumbel_softmax(logits, tau: number = 1, hard: False = False, *, dim=-1) => \
     jax.nn.softmax(({logits} - jnp.log(jax.random.exponential({key}, {logits}.shape, {logits}.dtype))) / {tau:1}, \
     axis={dim:-1})
-dropout(input, p: number, training: True = True) => dropout({key}, {input}, {p})
+dropout(input, p: number, training: True = True) => dropout({key}, {input}, {p})[0]
 exponential(input, lambd=1) => jax.random.exponential({key}, {input}.shape, {input}.dtype) / {lambd:1}
 normal(input: Tensor, mean: number = 0, std: number = 1) => {mean:0} + {std:1} * jax.random.normal({key}, \
     {input}.shape, {input}.dtype)

@@ -16,6 +16,7 @@ from jax import lax
 from jaxfn._port.source import helpers
 from jaxfn._port.source.observe import ObservedTensor
 from jaxfn._port.source.spelling import NoRuleError, fields
+from jaxfn._torch import ties
 from jaxfn._torch.values.arrays import to_jax
 
 _RTOL = 1e-4
@@ -40,7 +41,7 @@ class TemplateCheck:
     """Evaluates the shapes and dtypes of templates; their values too if `has_values`."""
 
     def __init__(self, has_values: bool) -> None:
-        self._names = {"jax": jax, "jnp": jnp, "np": np, "lax": lax, **vars(helpers)}
+        self._names = {"jax": jax, "jnp": jnp, "np": np, "lax": lax, **vars(ties), **vars(helpers)}
         self._has_values = has_values
 
     def shape(self, template: str, values: Mapping[str, Any], expected: Any) -> None:

@@ -9,9 +9,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
+from jaxfn._torch import ties
 from jaxfn._torch.operations.table import composite, mark_unsupported, register_all
 
 register_all({"aten.silu": jax.nn.silu})
+register_all({"aten.hardtanh": ties.clamp_to_bounds, "aten.softplus": ties.softplus}, is_composite=True)
 
 
 @composite("aten.relu")
@@ -31,9 +33,7 @@ def _(primals: Any, tangents: Any) -> tuple[Array, Array]:
 def huber_loss(x: Array, target: Array, reduction: int = 1, delta: float = 1.0) -> Array:
     """Squares differences below `delta`: torch's decomposition squares their size, without a second derivative at 0."""
     difference = x - target
-    is_inside = jnp.abs(difference) < delta
-    squares = jnp.square(jnp.where(is_inside, difference, 0)) / 2
-    return _reduced(jnp.where(is_inside, squares, delta * (jnp.abs(difference) - delta / 2)), difference, reduction)
+    return _reduced(ties.huber(difference, delta), difference, reduction)
 
 
 def _reduced(losses: Array, difference: Array, reduction: int) -> Array:
@@ -85,20 +85,12 @@ def gelu(x: Array, approximate: str = "none") -> Array:
 
 @composite("aten.elu")
 def elu(x: Array, alpha: float, scale: float, input_scale: float) -> Array:
-    # The exponential of a positive element is not used, and must not overflow in the derivative.
-    below = alpha * jnp.expm1(input_scale * jnp.where(x > 0, 0, x))
-    return scale * jnp.where(x > 0, x, below)
+    return scale * ties.elu(x, alpha, input_scale)
 
 
 @composite("aten.leaky_relu")
 def leaky_relu(x: Array, negative_slope: float) -> Array:
     return jnp.where(x > 0, x, x * negative_slope)
-
-
-@composite("aten.hardtanh")
-def hardtanh(x: Array, low: float, high: float) -> Array:
-    """Clamps. torch's derivative at a bound is 0."""
-    return jnp.where(x <= low, jnp.asarray(low, x.dtype), jnp.where(x >= high, jnp.asarray(high, x.dtype), x))
 
 
 @composite("aten.hardsigmoid")
@@ -139,12 +131,6 @@ def shrink_backward(gradient: Array, x: Array, limit: float) -> Array:
 @composite("aten.softshrink")
 def softshrink(x: Array, limit: float) -> Array:
     return jnp.where(x > limit, x - limit, jnp.where(x < -limit, x + limit, x * 0))
-
-
-@composite("aten.softplus")
-def softplus(x: Array, beta: float, limit: float) -> Array:
-    steep = x * beta > limit
-    return jnp.where(steep, x, jnp.log1p(jnp.exp(jnp.where(steep, 0, x) * beta)) / beta)
 
 
 @composite("aten.logit")

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
+from jaxfn._torch import ties
 from jaxfn._torch._compat import CLAMP_SPLITS_TIES
 from jaxfn._torch.operations.primitives import add as add_arrays
 from jaxfn._torch.operations.primitives import multiply, subtract, true_divide
@@ -27,6 +28,7 @@ from jaxfn._torch.operations.table import operation, register_all
 
 register_all(
     {
+        "aten.abs": ties.absolute,
         "aten.acos": jnp.arccos,
         "aten.acosh": jnp.arccosh,
         "aten.asin": jnp.arcsin,
@@ -102,12 +104,6 @@ def sign(x: Array) -> Array:
     return jnp.where(jnp.isnan(x), 0, jnp.sign(x)) if jnp.issubdtype(x.dtype, jnp.floating) else jnp.sign(x)
 
 
-@operation("aten.abs")
-def absolute(x: Array) -> Array:
-    """Computes absolute values. torch's derivative at 0 is 0, JAX's is 1."""
-    return x * lax.stop_gradient(sign(x)) if jnp.issubdtype(x.dtype, jnp.floating) else jnp.abs(x)
-
-
 @operation("aten.add", accepts_half=True)
 def add(x: Any, y: Any, alpha: Any = 1) -> Array:
     return _sum(x, y) if not isinstance(alpha, Array) and alpha == 1 else _scaled_sum(x, y, alpha)
@@ -138,13 +134,9 @@ def div(x: Any, y: Any, rounding_mode: str | None = None) -> Array:
     x, y = as_dtype(x, dtype), as_dtype(y, dtype)
     if rounding_mode is None:
         return true_divide(to_inexact(x), to_inexact(y))
-    if jnp.issubdtype(dtype, jnp.integer):
-        return jnp.floor_divide(x, y) if rounding_mode == "floor" else lax.div(*jnp.broadcast_arrays(x, y))
-    if rounding_mode == "trunc":
-        return jnp.trunc(x / y)
-    # Piecewise constant. Without stop_gradient, inf and NaN of the parts would reach the derivative.
-    x, y = lax.stop_gradient(x), lax.stop_gradient(y)
-    return jnp.where(y == 0, x / y, jnp.floor_divide(x, y))
+    if rounding_mode == "floor":
+        return ties.floor_divide(x, y)
+    return lax.div(*jnp.broadcast_arrays(x, y)) if jnp.issubdtype(dtype, jnp.integer) else jnp.trunc(x / y)
 
 
 @operation("aten.floor_divide")
@@ -170,9 +162,12 @@ def fmod(x: Array, y: Array) -> Array:
 
 @operation("aten.pow", accepts_half=True)
 def power(x: Any, exponent: Any) -> Array:
-    if isinstance(exponent, (int, float)) and abs(exponent) <= 64 and float(exponent).is_integer():
+    if isinstance(exponent, (int, float)):
         dtype = result_type(x, exponent)
-        return jnp.power(jnp.asarray(x, dtype).astype(compute_dtype(dtype)), int(exponent))
+        if jnp.issubdtype(dtype, jnp.floating):
+            with np.errstate(over="ignore"):
+                exponent = dtype.type(exponent).item()  # torch rounds it
+        return ties.power(as_dtype(x, dtype).astype(compute_dtype(dtype)), exponent)
     return _power(x, exponent)
 
 
@@ -197,50 +192,29 @@ def fmin(x: Array, y: Array) -> Array:
     return jnp.where((x <= y) | jnp.isnan(y), x, y)
 
 
-_with_bounds = functools.partial(promote, cast=jnp.asarray)  # a bound that does not fit raises, as in torch
+# A bound that does not fit raises, as in torch.
+_clamp = promote(ties.CLAMP, cast=jnp.asarray)
 
 
 @operation("aten.clamp", "aten.clamp_min", accepts_half=True)
 def clamp(x: Array, low: Any, high: Any = None) -> Array:
     """Clamps. The derivative at a bound is a convention, which torch changed in 2.15."""
-    if not CLAMP_SPLITS_TIES:
-        if not (is_number(low) or is_number(high)):
-            # Where both bounds are equal, torch drops the derivative of the lower one.
-            low = jnp.where(low == high, lax.stop_gradient(low), low)
-        return _clamp_to_x(x, low, high)
-    if not (is_number(low) and is_number(high)):
+    if CLAMP_SPLITS_TIES and not (is_number(low) and is_number(high)):
         return _clamp_to_halves(x, low, high)
-    return _clamp_to_bounds(x, low, high)
+    if not (is_number(low) or is_number(high)):
+        # Where both bounds are equal, torch drops the derivative of the lower one.
+        low = jnp.where(low == high, lax.stop_gradient(low), low)
+    return _clamp(x, low, high)
 
 
-@_with_bounds
-def _clamp_to_x(x: Array, low: Array | None, high: Array | None) -> Array:
-    """Clamps. At a bound x has the whole derivative (`jnp.clip` halves it)."""
-    if low is not None:
-        x = jnp.where((x < low) | (low != low), low, x)
-    if high is not None:
-        x = jnp.where((x > high) | (high != high), high, x)
-    return x
-
-
-@_with_bounds
-def _clamp_to_bounds(x: Array, low: Array | None, high: Array | None) -> Array:
-    """Clamps. At a bound, which is a number, the derivative is 0."""
-    if low is not None:
-        x = jnp.where((x <= low) | (low != low), low, x)
-    if high is not None:
-        x = jnp.where((x >= high) | (high != high), high, x)
-    return x
-
-
-@_with_bounds
+@functools.partial(promote, cast=jnp.asarray)
 def _clamp_to_halves(x: Array, low: Array | None, high: Array | None) -> Array:
     """Clamps. At a bound x and the bound have half of the derivative each; x has all of it if the bounds are equal."""
     if low is None:
         return x if high is None else jnp.minimum(x, high)
     if high is None:
         return jnp.maximum(x, low)
-    return jnp.where(low == high, _clamp_to_x(x, low, high), jnp.minimum(jnp.maximum(x, low), high))
+    return jnp.where(low == high, ties.clamp_to_input(x, low, high), jnp.minimum(jnp.maximum(x, low), high))
 
 
 @operation("aten.clamp_max", accepts_half=True)

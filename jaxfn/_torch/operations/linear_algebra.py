@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
+from jaxfn._torch import ties
 from jaxfn._torch._compat import SOLVE_FACTORS_TRANSPOSE
 from jaxfn._torch.operations.derivative import apply_vjp
 from jaxfn._torch.operations.primitives import add, matmul
@@ -83,10 +84,7 @@ def _adjoint(x: Array) -> Array:
 
 def _from_triangle(x: Array, lower: bool) -> Array:
     """Returns the Hermitian matrix of which `x` has one triangle. Derivatives are spread over both, as in torch."""
-    half = jnp.tril(x, -1) if lower else jnp.triu(x, 1)
-    diagonal = jnp.real(jnp.diagonal(x, axis1=-2, axis2=-1))[..., None] * jnp.eye(x.shape[-1], dtype=x.dtype)
-    symmetric = (x + _adjoint(x)) / 2
-    return symmetric + lax.stop_gradient(half + _adjoint(half) + diagonal - symmetric)
+    return ties.hermitian(x if lower else _adjoint(x))
 
 
 def _factor(a: Array) -> tuple[Array, Array, Array]:

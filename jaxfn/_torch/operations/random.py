@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
+from jaxfn._torch import ties
 from jaxfn._torch.operations.table import operation
 
 
@@ -79,10 +80,7 @@ def bernoulli(key: Array, x: Array, p: Any = None) -> Array:
 
 @operation("aten.native_dropout", draws=True)
 def native_dropout(key: Array, x: Array, p: float, train: bool | None) -> tuple[Array, Array]:
-    if train is False:
-        return x, jnp.ones(x.shape, bool)
-    mask = jax.random.bernoulli(key, 1 - p, x.shape)
-    return jnp.where(mask, x / (1 - p) if p < 1 else 0, 0), mask
+    return (x, jnp.ones(x.shape, bool)) if train is False else ties.dropout(key, x, p)
 
 
 @operation("aten.uniform", draws=True)

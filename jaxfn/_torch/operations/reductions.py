@@ -11,8 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
+from jaxfn._torch import ties
 from jaxfn._torch.operations.dims import axes
-from jaxfn._torch.operations.elementwise import absolute
 from jaxfn._torch.operations.platforms import lower_by_platform
 from jaxfn._torch.operations.promotion import is_inexact, to_inexact
 from jaxfn._torch.operations.table import composite, operation, register_all
@@ -127,22 +127,13 @@ def std(x: Array, dim: Dim = None, correction: float | None = 1, keepdim: bool =
 
 @composite("aten.std_mean.correction")
 def std_mean(x: Array, dim: Dim = None, correction: float | None = 1, keepdim: bool = False) -> tuple[Array, Array]:
-    """Returns standard deviation and mean. torch's derivative where all elements are equal is 0."""
     variance, mean = var_mean(x, dim, correction, keepdim)
-    return jnp.where(variance == 0, 0, jnp.sqrt(jnp.where(variance == 0, 1, variance))), mean
+    return ties.root(variance), mean
 
 
 @composite("aten.aminmax")
 def aminmax(x: Array, dim: int | None = None, keepdim: bool = False) -> tuple[Array, Array]:
     return reduce(jnp.min, x, dim, keepdim), reduce(jnp.max, x, dim, keepdim)
-
-
-def take_extreme(x: Array, index: Array, dim: int, keepdim: bool) -> tuple[Array, Array]:
-    """Returns the elements of `x` at `index` (of length 1 along `dim`), and the index."""
-    if x.ndim == 0:
-        return x, index
-    values = jnp.take_along_axis(x, index, dim)
-    return (values, index) if keepdim else (values.squeeze(dim), index.squeeze(dim))
 
 
 @composite("aten.logsumexp")
@@ -152,22 +143,7 @@ def logsumexp(x: Array, dim: Dim, keepdim: bool) -> Array:
 
 @composite("aten.linalg_vector_norm", "aten.norm.ScalarOpt_dim")
 def vector_norm(x: Array, ord: float = 2, dim: Dim = None, keepdim: bool = False, dtype: Any = None) -> Array:
-    """Returns a norm. torch's derivative of a norm at 0 is 0, even where the formula has none."""
-    over = axes(x, dim)
-    x = x if dtype is None else x.astype(dtype)
-    magnitudes = absolute(x)
-    if ord == np.inf:
-        return jnp.max(magnitudes, over, keepdims=keepdim)
-    if ord == -np.inf:
-        return jnp.min(magnitudes, over, keepdims=keepdim)
-    if ord == 0:
-        return jnp.sum(x != 0, over, keepdims=keepdim).astype(magnitudes.dtype)
-    if ord == 1:
-        return jnp.sum(magnitudes, over, keepdims=keepdim)
-    # The square of a complex number's magnitude has a derivative at 0, the magnitude has none.
-    total = jnp.sum(jnp.real(x * jnp.conj(x)) if ord == 2 else magnitudes**ord, over, keepdims=keepdim)
-    is_zero = total == 0
-    return jnp.where(is_zero, 0.0 if ord > 0 else np.inf, jnp.where(is_zero, 1, total) ** (1 / ord))
+    return ties.vector_norm(x if dtype is None else x.astype(dtype), ord, axes(x, dim), keepdim)
 
 
 @composite("aten.dist")

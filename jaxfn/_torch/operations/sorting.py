@@ -12,11 +12,12 @@ import numpy as np
 from jax import Array, lax
 
 from jaxfn._mesh_types import pcast_like
+from jaxfn._torch import ties
 from jaxfn._torch.operations.dims import vector
 from jaxfn._torch.operations.elementwise import log_of_sum
 from jaxfn._torch.operations.platforms import by_platform, lower_by_platform
 from jaxfn._torch.operations.promotion import is_inexact, to_inexact
-from jaxfn._torch.operations.reductions import cast_for_accumulation, take_extreme
+from jaxfn._torch.operations.reductions import cast_for_accumulation
 from jaxfn._torch.operations.table import operation, register_all
 
 
@@ -124,7 +125,7 @@ def topk(x: Array, k: int, dim: int = -1, largest: bool = True, in_order: bool =
 def kthvalue(x: Array, k: int, dim: int = -1, keepdim: bool = False) -> tuple[Array, Array]:
     if x.ndim == 0:
         return x, jnp.zeros((), int)
-    return take_extreme(x, index_at_rank(x, k - 1, dim), dim, keepdim)
+    return ties.with_index(x, index_at_rank(x, k - 1, dim), dim, keepdim)
 
 
 def median_of_all(skip_nan: bool, x: Array) -> Array:
@@ -151,7 +152,7 @@ def median(skip_nan: bool, x: Array, dim: int = -1, keepdim: bool = False) -> tu
     if not skip_nan:
         # The first NaN follows all numbers.
         rank = jnp.where(missing > 0, length - missing, rank)
-    return take_extreme(x, index_at_rank(x, rank, dim), dim, keepdim)
+    return ties.with_index(x, index_at_rank(x, rank, dim), dim, keepdim)
 
 
 register_all(
