@@ -88,6 +88,18 @@ def elu(x: Array, alpha: float, scale: float, input_scale: float) -> Array:
     return scale * ties.elu(x, alpha, input_scale)
 
 
+@composite("aten.celu")
+def celu(x: Array, alpha: float = 1.0) -> Array:
+    """Computes `elu` with a continuous derivative. That of torch's decomposition is NaN where `exp` overflows."""
+    return ties.elu(x, alpha, 1 / alpha)
+
+
+@composite("aten.log_sigmoid_forward")
+def log_sigmoid(x: Array) -> tuple[Array, Array]:
+    """Returns also what torch's backward would use. torch's decomposition has no second derivative at 0."""
+    return jax.nn.log_sigmoid(x), jnp.exp(-jnp.abs(x))
+
+
 @composite("aten.leaky_relu")
 def leaky_relu(x: Array, negative_slope: float) -> Array:
     return jnp.where(x > 0, x, x * negative_slope)
