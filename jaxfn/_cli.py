@@ -73,7 +73,7 @@ def _is_about_arguments(error: Exception) -> bool:
 
 
 def _torch_hint(error: Exception) -> str:
-    """Returns what to do where an error looks like that of torch code that was given JAX arrays."""
+    """Returns what to do where an error looks like that of torch code that was passed JAX arrays."""
     for frame, _ in traceback.walk_tb(error.__traceback__):
         name, scope = frame.f_code.co_name, frame.f_globals
         uses_torch = any(isinstance(value, ModuleType) and value.__name__ == "torch" for value in scope.values())

@@ -46,7 +46,7 @@ LAYERS = [
     ("jaxfn", "jaxfn._port.command"),
 ]
 
-# What the port imports besides `jaxfn` itself, and who imports the port when a user asks for it.
+# What the port imports in addition to `jaxfn` itself, and who imports the port when a user asks for it.
 PORT_IMPORTS = {
     "jaxfn._check.arguments": "as_arguments as_function require_numbers",
     "jaxfn._check.draws": "draw",

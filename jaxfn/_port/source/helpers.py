@@ -1,4 +1,4 @@
-"""Functions that written modules copy, besides those of `ties.py`, since JAX has none like torch's."""
+"""Functions that written modules copy in addition to those of `ties.py`, since JAX has none like torch's."""
 
 from __future__ import annotations
 
