@@ -354,7 +354,7 @@ def test_an_optimizer_of_other_parameters_raises():
 def test_what_is_nearly_a_factor_is_not_called_one():
     late = check(SMALL, optimizer=optax.sgd(lambda count: RATE * jnp.minimum(count, 1), 0.9))
     assert late.stage == "parameters" and late.looks_like.startswith("its change is 0 times torch's"), late
-    make = rated(torch.optim.RMSprop, eps=1.0)  # beside which gradients are small
+    make = rated(torch.optim.RMSprop, eps=1.0)  # which is large for these gradients
     inside = check(SMALL, optimizer=optax.rmsprop(RATE, 0.99, eps=1.0), make=make)
     assert inside.stage == "parameters" and "learning rate" not in inside.looks_like, inside
     module = torch.nn.Linear(1, 1, bias=False)

@@ -207,7 +207,7 @@ def _epsilon(found: Evidence) -> str:
 
 
 def _is_single(array: Array) -> bool:
-    """Whether an array has one number that is not zero: another number in its place is always a multiple of it."""
+    """Whether an array has one number that is not zero: any other number is a multiple of it."""
     return np.count_nonzero(array) == 1
 
 

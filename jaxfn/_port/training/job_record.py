@@ -129,8 +129,8 @@ class TorchJob:
         trained = {id(x) for group in optimizer.param_groups for x in group["params"]}
         if not trained <= {id(x) for x in named.values()}:
             raise ValueError(
-                "torch's optimizer has other parameters than those of the list that it is made of, which are of a copy "
-                "of the module. Make it of that list, as `lambda parameters: torch.optim.Adam(parameters)`."
+                "torch's optimizer has other parameters than those of the list that it is passed, which are of a copy "
+                "of the module. Use that list, as `lambda parameters: torch.optim.Adam(parameters)`."
             )
         parameters = {name: x for name, x in named.items() if x.requires_grad and id(x) in trained}
         frozen = {name: x for name, x in named.items() if name not in parameters}
