@@ -17,10 +17,11 @@ import numpy as np
 import pytest
 
 import jaxfn
-from jaxfn import GradcheckError, gradcheck, gradgradcheck
+from jaxfn import GradcheckError, gradcheck, gradgradcheck, kernelcheck
 from tests.support import checking
 from tests.support.cases import Linear
 from tests.support.checking import failure, normal, passes, rule, scaled_sine
+from tests.support.kernel_faults import KERNELS, all_but
 from tests.support.marks import cells, row, slow
 
 REFERENCES = ["both", "finite_differences", "autodiff"]
@@ -586,55 +587,55 @@ def test_the_report_draws(tmp_path):
         report.plot(1)
 
 
-def product_with(backward):
-    """x @ w, with the gradient `backward(g, w)` of x."""
-
-    def forward(ctx, x, w):
-        ctx.save_for_backward(w)
-        return x @ w
-
-    return rule(forward, lambda ctx, g: (backward(g, *ctx.saved_tensors), None))
-
-
-def sum_with(backward):
-    return rule(lambda ctx, bias, x: x + bias, lambda ctx, g: (backward(g), g))
-
-
 def softmax_with(backward):
-    def forward(ctx, x, _):
+    def forward(ctx, x):
         y = jax.nn.softmax(x)
         ctx.save_for_backward(y)
         return y
 
-    return rule(forward, lambda ctx, g: (backward(g, *ctx.saved_tensors), None))
+    return rule(forward, lambda ctx, g: backward(g, *ctx.saved_tensors))
 
 
-KINDS = {
-    "wrong sign": product_with(lambda g, w: -g @ w.T),
-    "zero everywhere": product_with(lambda g, w: None),
-    "a constant factor: 0.5 times": product_with(lambda g, w: g @ w.T / 2),
-    "transposed": product_with(lambda g, w: g @ w),
-    "the gradient is transposed": product_with(lambda g, w: (g @ w.T).T),
-    "not a number": product_with(lambda g, w: g * jnp.nan),
-    "missing sum over a broadcast axis": sum_with(lambda g: g[0]),
-    "off-diagonal entries are missing": softmax_with(lambda g, y: g * y * (1 - y)),
-}
+# Those that no other test names: the Function, the shapes of its inputs, and the kind.
+KINDS = [
+    (softmax_with(lambda g, y: None), [(3, 3)], "zero everywhere"),
+    (softmax_with(lambda g, y: g * jnp.nan), [(3, 3)], "not a number"),
+    (softmax_with(lambda g, y: g * y * (1 - y)), [(3, 3)], "off-diagonal entries are missing"),
+    (
+        rule(lambda ctx, bias, x: x + bias, lambda ctx, g: (g[0], g)),
+        [(3,), (3, 3)],
+        "missing sum over a broadcast axis",
+    ),
+]
 
 
 @row("G4")
-@cells("kind", ["transposed", "missing sum over a broadcast axis"], KINDS)
-def test_kinds_of_mistakes(kind):
-    first = normal(3) if "sum" in kind else normal(3, 3)
-    report = failure(KINDS[kind], (first, normal(3, 3, seed=1)), argnums=0)
+@pytest.mark.parametrize(("function", "shapes", "kind"), KINDS)
+def test_kinds_of_mistakes(function, shapes, kind):
+    report = failure(function, tuple(normal(*shape, seed=i) for i, shape in enumerate(shapes)), argnums=0)
     assert kind in report.mismatches[0].mistake
 
 
-def test_a_check_of_more_than_two_seconds_shows_its_progress_by_tqdm(monkeypatch):
+def long_kernelcheck():
+    made = KERNELS["doubled"]
+    kernelcheck(made.made(), made.reference, made.inputs, skip=all_but(), dtypes=["float32"])
+
+
+@row("K1")
+@pytest.mark.parametrize(
+    ("check", "desc", "unit"),
+    [
+        (lambda: passes(scaled_sine(1.0), normal(1025)), "gradcheck of ", " directions"),
+        (long_kernelcheck, "kernelcheck of forward", " checks"),
+    ],
+    ids=["gradcheck", "kernelcheck"],
+)
+def test_a_check_of_more_than_two_seconds_shows_its_progress_by_tqdm(check, desc, unit, monkeypatch):
     bars = []
 
     class FakeBar:
-        def __init__(self, desc, total, initial, **options):
-            self.desc, self.total, self.n, self.is_closed = desc, total, initial, False
+        def __init__(self, desc, total, initial, unit, **options):
+            self.desc, self.total, self.n, self.unit, self.is_closed = desc, total, initial, unit, False
             bars.append(self)
 
         def update(self, count):
@@ -646,12 +647,12 @@ def test_a_check_of_more_than_two_seconds_shows_its_progress_by_tqdm(monkeypatch
 
     monkeypatch.setitem(sys.modules, "tqdm", SimpleNamespace(tqdm=FakeBar))
     monkeypatch.setattr(time, "monotonic", count(step=0.001).__next__)
-    passes(scaled_sine(1.0), normal(1025))
+    check()
     assert not bars
     monkeypatch.setattr(time, "monotonic", count(step=2.1).__next__)
-    passes(scaled_sine(1.0), normal(1025))
+    check()
     (bar,) = bars
-    assert "gradcheck of " in bar.desc and bar.n == bar.total > 0 and bar.is_closed
+    assert bar.desc.startswith(desc) and bar.unit == unit and bar.n == bar.total > 0 and bar.is_closed
 
 
 def test_without_tqdm_there_is_no_progress(monkeypatch, capsys):

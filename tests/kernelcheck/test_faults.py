@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import sys
-import time
 from itertools import count
-from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -103,28 +100,3 @@ def test_errors_of_the_kernel_name_file_and_line():
     for number, failure in enumerate(report.failures):
         assert failure.message == f"it raised ValueError: call {number} has values ({__file__}:{line})"
         assert failure.message in str(report)
-
-
-@row("K1")
-def test_a_check_of_more_than_two_seconds_shows_its_progress(monkeypatch):
-    bars = []
-
-    class FakeBar:
-        def __init__(self, desc, total, initial, unit, **options):
-            self.desc, self.total, self.n, self.unit, self.is_closed = desc, total, initial, unit, False
-            bars.append(self)
-
-        def update(self, number):
-            assert not self.is_closed
-            self.n += number
-
-        def close(self):
-            self.is_closed = True
-
-    monkeypatch.setitem(sys.modules, "tqdm", SimpleNamespace(tqdm=FakeBar))
-    monkeypatch.setattr(time, "monotonic", count(step=2.1).__next__)
-    made = KERNELS["doubled"]
-    kernelcheck(made.made(), made.reference, made.inputs, skip=all_but(), dtypes=["float32"])
-    (bar,) = bars
-    assert bar.desc == "kernelcheck of forward" and bar.unit == " checks"
-    assert bar.n == bar.total > 0 and bar.is_closed

@@ -501,25 +501,30 @@ def test_an_error_without_a_text_in_second_derivatives():
 
 
 @row("H7")
-@pytest.mark.parametrize("content", [b"", b"not an archive", b"PK\x03\x04broken", "truncated", "other", "newer"])
-def test_a_broken_file(content, tmp_path):
+@pytest.mark.parametrize(
+    ("content", "why"),
+    [
+        (b"", ""),
+        (b"not an archive", ""),
+        (b"PK\x03\x04broken", ""),
+        ("truncated", ""),
+        ({}, ""),
+        ({"format": 2, "jaxfn": "9.0"}, "its format is 2, which jaxfn 9.0 wrote; jaxfn .* reads format 1"),
+        ({"dtypes": {}}, r"its format is None, which jaxfn \(unknown\) wrote"),
+    ],
+)
+def test_a_broken_file(content, why, tmp_path):
     path = tmp_path / "sin.npz"
     jaxfn.record_reference(torch.sin, random((3,)), path)
-    if content == "other":
-        np.savez(path, x=np.ones(3))
-    elif content == "newer":
-        np.savez(path, content=np.array(json.dumps({"format": 2, "jaxfn": "9.0"})))
+    if isinstance(content, dict):
+        np.savez(path, **({"content": np.array(json.dumps(content))} if content else {"x": np.ones(3)}))
     elif content == "truncated":
         path.write_bytes(path.read_bytes()[:-300])
     else:
         path.write_bytes(content)
-    with pytest.raises(
-        ValueError, match=r"paritycheck: .*sin.npz cannot be read \(.*\)\. Write it with jaxfn\.record_reference"
-    ) as caught:
+    message = rf"paritycheck: .*sin.npz cannot be read \(.*{why}.*\)\. Write it with jaxfn\.record_reference"
+    with pytest.raises(ValueError, match=message):
         jaxfn.paritycheck(jnp.sin, path)
-    assert content != "newer" or f"format is 2, which jaxfn 9.0 wrote; jaxfn {jaxfn.__version__} reads" in str(
-        caught.value
-    )
 
 
 @row("H6")
@@ -546,11 +551,3 @@ def test_a_gradient_that_is_zero_up_to_rounding(seed, dtype):
     x, c = (np.random.default_rng(seed).standard_normal(shape).astype(dtype) for shape in ((4, 5), (4, 1)))
     with jax.enable_x64(dtype is np.float64):
         assert jaxfn.paritycheck(lambda x, c: jax.nn.softmax(x + c), lambda x, c: torch.softmax(x + c, -1), [x, c])
-
-
-@row("H7")
-def test_a_file_of_another_format_says_so(tmp_path):
-    path = tmp_path / "old.npz"
-    np.savez(path, content=np.array(json.dumps({"dtypes": {}})))
-    with pytest.raises(ValueError, match=r"its format is None, which jaxfn \(unknown\) wrote; jaxfn .* reads format 1"):
-        jaxfn.paritycheck(jnp.sin, path)
