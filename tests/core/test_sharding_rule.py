@@ -478,6 +478,19 @@ class MissingSum(jaxfn.Function):
         return g[:, None] * w, g @ x
 
 
+class WrongNextToLargeNumbers(WrongSum):
+    sharding_rule = jaxfn.ShardingRule("b d, d, b -> b", reduction_factors=("d",))
+
+    @staticmethod
+    def forward(ctx, x, w, which):
+        ctx.save_for_backward(x, w, factor := jnp.where(which > 0, 1e9, jnp.exp(x @ w)))
+        return jnp.where(which > 0, factor * (x @ w), factor)
+
+    @staticmethod
+    def backward(ctx, g):
+        return *WrongSum.backward(ctx, g), None
+
+
 class SplitSoftmax(KERNELS["Softmax"].function):
     sharding_rule = "b t d -> b t d"
 
@@ -535,6 +548,7 @@ class SummedByItself(SummedTwice):
             [(4, 6), (6,)],
             "WrongSum: factor 'd' .*output 0 .* of the parts, added up, is not that of the whole",
         ),
+        (WrongNextToLargeNumbers, [(4, 6), (6,), (4,)], "factor 'd' .*output 0 .* of the parts, added up"),
         (MissingSum, [(4, 6), (6,)], "MissingSum: factor 'd' .*output 0 .* is not the same on all parts"),
         (SplitSoftmax, [(2, 3, 4)], "factor 'd' .*output 0 .* concatenated.*need_replication_factors=.'d',"),
         (Exchanged, [(4, 4), (4, 4)], r"factor 'b' .*saved array saved_tensors\[2\] .*or the right factors=.* of ctx"),
