@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from jaxfn._port.source import rules
-from jaxfn._port.source.observe import ObservedRun, ObservedTensor, is_function_class, is_user_function
+from jaxfn._port.source.observe import ObservedRun, ObservedTensor, is_function_class
 from jaxfn._port.source.source_file import (
     FunctionNode,
     SourceFile,
@@ -69,7 +69,6 @@ class RewriteOptions:
       names: The names, in the written module, of `jax`, `jnp`, `lax`, `np`, `jaxfn` and the helpers; others than usual
         where the user's code has these names.
       alternatives: Finds the calls that have a strict spelling (set by the rewriting).
-      objects: The objects that names of the new code denote, where these differ from the old (set by the rewriting).
       draws: The code of functions that draw random numbers.
       compares_values: Whether JAX code with other values than those that were observed raises an error.
     """
@@ -78,7 +77,6 @@ class RewriteOptions:
     strict: Collection[Site] | None = frozenset()
     names: Mapping[str, str] = field(default_factory=dict)
     alternatives: dict[Site, None] = field(default_factory=dict)
-    objects: dict[str, Any] = field(default_factory=dict)
     draws: Collection[CodeType] = ()
     compares_values: bool = False
 
@@ -205,6 +203,8 @@ class ExpressionRewriter:
             return self._store(base, self._viewed_value(target, base, text))
         if not isinstance(target, (ast.Name, ast.Attribute, ast.Subscript)):
             raise NoRuleError(f"{self._file.segment(target)} is updated in place")
+        if isinstance(target, ast.Name) and not self._is_variable(target.id):
+            raise NoRuleError(f"{target.id}, a tensor outside the function, is updated in place")
         return [f"{self._render(target)} = {text}", *self._write_back(target)]
 
     def _viewed_value(self, view: ast.expr, base: ast.expr, text: str) -> str:
@@ -393,8 +393,10 @@ class ExpressionRewriter:
             return self._function(node, value.__name__)
         if isinstance(value, torch.dtype):
             return self._options.spell(dtype_text(value))
-        if isinstance(value, (torch.Tensor, ObservedTensor)):
-            raise NoRuleError(f"{self._file.segment(node)} is a tensor outside the function; pass it as an argument")
+        if value is torch.Tensor:
+            return self._options.spell("jax.Array")
+        if isinstance(value, ObservedTensor):  # A constant of the written module, in NumPy.
+            return self._options.spell(f"jnp.asarray({self._file.segment(node)})")
         if is_function_class(value) and value.__module__.startswith("torch."):
             raise NoRuleError(f"{self._file.segment(node)} has no rule")
         return None
@@ -432,10 +434,7 @@ class ExpressionRewriter:
         if isinstance(base, types.ModuleType):
             if base.__name__.partition(".")[0] == "torch" and isinstance(value, (int, float)):
                 return self._options.spell(f"jnp.{node.attr}")
-            if is_user_function(value) or is_function_class(value):
-                self._options.objects[node.attr] = value
-                return node.attr
-        return self._object(node, value) if is_global else None
+        return self._object(node, value) if is_global or isinstance(base, type) else None
 
     def _tensor_attribute(self, node: ast.Attribute) -> str | None:
         if node.attr == "requires_grad":
@@ -559,6 +558,8 @@ class ExpressionRewriter:
             text = self._splice(node)
             has_comma = text[:-1].rstrip().endswith((",", "("))
             return f"{text[:-1].rstrip()}{'' if has_comma else ', '}keys=keys)"
+        if function is str and node.args and isinstance(self._value(node.args[0]), torch.dtype):
+            return self._options.spell(f'"torch." + jnp.dtype({self._render(node.args[0])}).name')
         tensors = [x for x in node.args if self._is_tensor(x)]
         if tensors and function in (int, float, bool, list) and self._is_constant(tensors[0]):
             return f"{self._file.segment(node.func)}({self._in_numpy(tensors[0])})"

@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import ast
 import builtins
+import importlib.util
 import inspect
+import itertools
 import json
-import symtable
+import re
 import sys
 import textwrap
 import types
 import typing
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
 from types import CodeType
 from typing import Any, NamedTuple
 
@@ -29,7 +33,7 @@ from jaxfn._port.source.expressions import (
 )
 from jaxfn._port.source.observe import ObservedRun, is_function_class, is_user_class, is_user_function
 from jaxfn._port.source.rewrite import FunctionRewriter
-from jaxfn._port.source.source_file import SourceFile, Span, bound_names
+from jaxfn._port.source.source_file import FunctionNode, SourceFile, Span, bound_names, is_importable
 from jaxfn._port.source.table import table
 from jaxfn._port.source.typecheck import dtype_text
 from jaxfn._torch import ties
@@ -49,9 +53,12 @@ _REMOVED_DECORATORS = frozenset(
     {"no_grad", "enable_grad", "custom_fwd", "custom_bwd", "compile", "ignore", "unused", "disable", "allow_in_graph"}
 )
 _KEPT_DECORATORS = frozenset({"staticmethod", "classmethod"})
+_Definition = ast.FunctionDef | ast.ClassDef | ast.Assign
 _DERIVATIVES = ("backward", "vjp", "jvp")
 # Folded into the key of a call to derive the key of its backward, as in converted Functions.
 _BACKWARD_KEY_DATA = 0x6261636B
+# Larger tensors are to be passed as arguments.
+_MAX_CONSTANT = 256
 _HELPERS = {
     value.__name__: value
     for module in (ties, helpers)
@@ -161,36 +168,44 @@ class _Writer:
         self._imports: set[str] = set()
         self._draws: frozenset[str] = frozenset()  # The functions of a definition that draw.
 
-    def add(self, value: Any) -> None:
-        """Adds the definition of a function or class, after those that it uses."""
-        name = value.__name__
-        if not self._is_new(name, value):
-            return
+    def add(self, value: Any) -> str:
+        """Adds the definition of a function or class, after those that it uses, and returns its name."""
         file, node = self._definition(value)
-        self.options.objects.clear()
+        old = node.targets[0].id if isinstance(node, ast.Assign) else node.name
+        name, is_new = self._reserve(old, value, value.__module__)
+        if not is_new:
+            return name
         if isinstance(node, ast.ClassDef):
             edits = self._class_edits(value, file, node)
-        else:
+        elif isinstance(node, ast.FunctionDef):
             edits = self._edits(file, node, value)
+        else:
+            edits = self._lambda_edits(file, node)
         text = _edited(file, node, edits)
         draws, self._draws = self._draws, frozenset()
         if draws and is_function_class(value) and value is not self._main:
             raise TranslationError(f"the source cannot be rewritten: {name} draws random numbers, and is not applied")
         if draws:
             text, self.draws = _with_key(text, draws, value is self._main, self.options), True
-        self._add_names(text, _scope(value) | self.options.objects, file, name)
-        self._parts[name] = text
+        text = self._with_names(text, _scope(value) | _imported(node, value), file, name)
+        self._parts[name] = re.sub(rf"(?m)^((?:def|class)\s+|){old}\b", rf"\1{name}", text, count=1)
+        return name
 
-    def _is_new(self, name: str, value: Any) -> bool:
-        """Whether a name had no value in the module so far."""
-        if name not in self._objects:
-            self._objects[name] = value
-            return True
-        if not _is_same(self._objects[name], value):
-            raise TranslationError(f"the source cannot be rewritten: two objects are named {name}. Rename one")
-        return False
+    def _reserve(self, name: str, value: Any, module: str) -> tuple[str, bool]:
+        """Returns the name of an object of a module, and whether it had none so far.
 
-    def _definition(self, value: Any) -> tuple[SourceFile, ast.FunctionDef | ast.ClassDef]:
+        An object that shares its name with one of another module gets the name of its module as a prefix.
+        """
+        prefixed = f"{module.rpartition('.')[2]}_{name.lstrip('_')}"
+        for candidate in itertools.chain((name, prefixed), (f"{prefixed}_{i}" for i in itertools.count(2))):
+            if candidate not in self._objects and candidate not in self._spelled:
+                self._objects[candidate] = value
+                return candidate, True
+            if candidate in self._objects and _is_same(self._objects[candidate], value):
+                return candidate, False
+        raise AssertionError
+
+    def _definition(self, value: Any) -> tuple[SourceFile, _Definition]:
         function = next(iter(_functions(value)), None)
         file = self.options.observation.files.of(function or value)
         node: Any
@@ -203,23 +218,59 @@ class _Writer:
             if isinstance(node, ast.ClassDef) and node.name == value.__name__:
                 break
             node = file.parents.get(node)
+        if isinstance(node, ast.Lambda):
+            node = file.parents[node]
+        if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):
+            return file, node
         if not isinstance(node, (ast.FunctionDef, ast.ClassDef)):
-            raise TranslationError(f"the source of {value.__name__} cannot be rewritten: it is not a def statement")
+            raise TranslationError(
+                f"the source of {value.__name__} cannot be rewritten: it is not a def statement, and has no name"
+            )
         return file, node
+
+    def _attribute_edits(self, value: type, file: SourceFile, statement: ast.stmt) -> dict[Span, str]:
+        """Returns the edits of an attribute of a class that is a tensor, or something else of torch."""
+        target = statement.targets[0] if isinstance(statement, ast.Assign) else getattr(statement, "target", None)
+        if not isinstance(statement, (ast.Assign, ast.AnnAssign)) or not isinstance(target, ast.Name):
+            return {}
+        edits: dict[Span, str] = {}
+        defaults = vars(value) | getattr(value, "_field_defaults", {})
+        if isinstance(x := defaults.get(target.id), (torch.Tensor, torch.dtype)) and statement.value is not None:
+            edits[file.span(statement.value)] = self.options.spell(_literal(target.id, x, value.__name__, {}))
+        if isinstance(statement, ast.AnnAssign):
+            rewriter = FunctionRewriter(file, ast.parse("lambda: 0", mode="eval").body, self.options, ())
+            edits[file.span(statement.annotation)] = rewriter.annotation(statement.annotation) or "object"
+        return edits
+
+    def _lambda_edits(self, file: SourceFile, statement: ast.stmt) -> dict[Span, str]:
+        """Returns the edits of the lambdas in an assignment."""
+        edits: dict[Span, str] = {}
+        for node in ast.walk(statement) if isinstance(statement, ast.Assign) else ():
+            if isinstance(node, ast.Lambda):
+                edits |= self._rewritten(file, node).edits
+        return edits
 
     def _edits(self, file: SourceFile, node: ast.FunctionDef, function: Any) -> dict[Span, str]:
         """Returns the edits of a function."""
+        rewriter = self._rewritten(file, node)
+        if rewriter.draws:
+            self._draws |= {node.name}
+        return rewriter.edits | _decorator_edits(file, node, self.options, inspect.unwrap(function) is function)
+
+    def _rewritten(self, file: SourceFile, node: FunctionNode) -> FunctionRewriter:
         in_numpy: frozenset[str] = frozenset()
         while True:
             rewriter = FunctionRewriter(file, node, self.options, in_numpy)
             try:
                 rewriter.run()
-                break
             except ReadsVariableError as error:
                 in_numpy |= {error.name}
-        if rewriter.draws:
-            self._draws |= {node.name}
-        return rewriter.edits | _decorator_edits(file, node, self.options, inspect.unwrap(function) is function)
+                continue
+            if rewriter.draws and isinstance(node, ast.Lambda):
+                raise TranslationError(
+                    f"the source cannot be rewritten: a lambda draws random numbers. Write a def{file.line(node)}"
+                )
+            return rewriter
 
     def _class_edits(self, value: type, file: SourceFile, node: ast.ClassDef) -> dict[Span, str]:
         edits: dict[Span, str] = {}
@@ -228,6 +279,7 @@ class _Writer:
                 edits[file.span(base_node)] = f"{self.options.names['jaxfn']}.Function"
         for method in node.body:
             if not isinstance(method, ast.FunctionDef):
+                edits |= self._lambda_edits(file, method) | self._attribute_edits(value, file, method)
                 continue
             attribute = vars(value).get(method.name)
             edits |= self._edits(file, method, getattr(attribute, "__func__", attribute))
@@ -236,57 +288,76 @@ class _Writer:
             if is_main and self._once_differentiable and "once_differentiable" not in decorators:
                 start, indent = file.line_span(method.lineno, method.lineno)[0], " " * method.col_offset
                 edits[start, start] = f"{indent}@{self.options.names['jaxfn']}.once_differentiable\n"
+        assigned = bound_names(node)
+        read = {n.attr for _, f in self.options.observation.functions.values() for n in ast.walk(f) if isinstance(n, ast.Attribute)}
+        for name, x in vars(value).items():
+            if isinstance(x, torch.Tensor) and name in read - assigned:  # It was set after the class was defined.
+                start = file.line_span(node.body[0].lineno, node.body[0].lineno)[0]
+                text = f"{' ' * node.body[0].col_offset}{name} = {_literal(name, x, value.__name__, {})}\n"
+                edits[start, start] = edits.get((start, start), "") + self.options.spell(text)
         for decorator in node.decorator_list if is_function_class(value) else ():
             assert decorator.end_lineno is not None  # The class that it returned is the one that is rewritten.
             edits[file.line_span(decorator.lineno, decorator.end_lineno)] = ""
         return edits
 
-    def _add_names(self, text: str, scope: Mapping[str, Any], file: SourceFile, where: str) -> None:
-        """Adds everything that the global names in a text denote."""
-        for name in _global_names(text):
-            spelled = self._spelled.get(name)
+    def _with_names(self, text: str, scope: Mapping[str, Any], file: SourceFile, where: str) -> str:
+        """Adds everything that the global names in a text denote, and returns the text with the names of that here."""
+        written, edits = SourceFile("", text), dict[Span, str]()
+        for node in _global_names(written):
+            name, spelled = node.id, self._spelled.get(node.id)
             if spelled in _IMPORTS:
                 self._imports.add(_aliased(_IMPORTS[spelled], spelled, name))
             elif spelled in _HELPERS and spelled not in self._helpers:
                 helper = _HELPERS[spelled]
-                self._helpers[spelled] = self.options.spell(inspect.getsource(helper).rstrip())
-                self._add_names(self._helpers[spelled], helper.__globals__, file, spelled)
-            elif spelled is not None or hasattr(builtins, name):
+                text = self.options.spell(inspect.getsource(helper).rstrip())
+                self._helpers[spelled] = text
+                self._with_names(text, helper.__globals__, file, spelled)
+            elif spelled is not None:
                 continue
             elif name in scope:
-                self._add_value(name, scope[name], file, where)
+                found = _denoted(written, node, scope[name])
+                new = self._add_value(found, file, where)
+                if new != written.segment(found.node):
+                    edits[written.span(found.node)] = new
             elif name in typing.__all__:
                 self._imports.add(f"from typing import {name}")
-            elif name not in self._objects:
+            elif name not in self._objects and not hasattr(builtins, name):
                 raise TranslationError(f"the source of {where} cannot be rewritten: {name} is not defined")
+        return written.edited((0, len(written.text)), edits)
 
-    def _add_value(self, name: str, value: Any, file: SourceFile, where: str) -> None:
+    def _add_value(self, found: _Denoted, file: SourceFile, where: str) -> str:
+        """Adds what an expression denotes, and returns its text in the written module."""
+        name, value = found.name, scripted_function(found.value)
         module = getattr(value, "__module__", None) or ""
-        value = scripted_function(value)
         is_standard = module.partition(".")[0] in (sys.stdlib_module_names - {"builtins", "__main__"})
         if isinstance(value, types.ModuleType):
-            package = value.__name__.partition(".")[0]
-            if package not in sys.stdlib_module_names and package not in ("numpy", "jax", "jaxfn"):
+            if not is_importable(value.__name__):
                 raise TranslationError(
                     f"the source of {where} cannot be rewritten: it uses the module {value.__name__}"
                 )
             self._imports.add(f"import {value.__name__}" + f" as {name}" * (name != value.__name__))
-        elif is_user_function(value) or is_user_class(value):
-            self.add(value)
-            if value.__name__ != name:
-                self._alias(name, value, value.__name__)
+        elif is_user_function(inspect.unwrap(value)) or is_user_class(value):
+            return self._alias(found, self.add(value))
         elif getattr(value, "__name__", "") == "apply" and is_function_class(getattr(value, "__self__", None)):
-            self.add(value.__self__)
-            self._alias(name, value, f"{value.__self__.__name__}.apply")
+            return self._alias(found, f"{self.add(value.__self__)}.apply")
         elif is_standard and hasattr(sys.modules[module], name):
             self._imports.add(f"from {module} import {name}")
-        elif self._is_new(name, value):
-            self._constants[name] = _constant_text(name, value, file, where)
-            self._add_names(self._constants[name], {}, file, where)
+        else:
+            name, is_new = self._reserve(name, value, found.module or Path(file.path).stem)
+            if is_new:
+                text, classes = _constant_text(name, found, file, where)
+                text = self._with_names(text, classes, file, where)
+                (self._parts if classes else self._constants)[name] = text
+        return name
 
-    def _alias(self, name: str, value: Any, text: str) -> None:
-        if self._is_new(name, value):
-            self._parts[name] = f"{name} = {text}"
+    def _alias(self, found: _Denoted, text: str) -> str:
+        """Returns the name of a definition in other code, `text` if that is its own or belongs to another object."""
+        if found.module or found.name == text:
+            return text
+        if found.name not in self._objects and found.name not in self._spelled:
+            self._objects[found.name] = found.value
+            self._parts[found.name] = f"{found.name} = {text}"
+        return found.name if _is_same(self._objects.get(found.name), found.value) else text
 
     def module_text(self) -> str:
         """Returns the text of the module."""
@@ -310,6 +381,21 @@ def _scope(value: Any) -> dict[str, Any]:
     for function in _functions(value):
         cells = zip(function.__code__.co_freevars, function.__closure__ or (), strict=False)
         scope |= function.__globals__ | {name: cell.cell_contents for name, cell in cells}
+    return scope
+
+
+def _imported(node: ast.AST, value: Any) -> dict[str, Any]:
+    """Returns the objects that the imports inside a definition bind, of modules that have been imported."""
+    package = getattr(sys.modules.get(value.__module__), "__package__", None)
+    scope: dict[str, Any] = {}
+    for n in ast.walk(node):
+        if isinstance(n, ast.Import):
+            names = {x.asname or x.name.partition(".")[0]: x.name if x.asname else x.name.partition(".")[0] for x in n.names}
+            scope |= {name: sys.modules[path] for name, path in names.items() if path in sys.modules}
+        elif isinstance(n, ast.ImportFrom):
+            path = importlib.util.resolve_name(f"{'.' * n.level}{n.module or ''}", package)
+            module = sys.modules.get(path)
+            scope |= {x.asname or x.name: getattr(module, x.name) for x in n.names if hasattr(module, x.name)}
     return scope
 
 
@@ -343,9 +429,9 @@ def _decorator_edits(
     return edits
 
 
-def _edited(file: SourceFile, node: ast.FunctionDef | ast.ClassDef, edits: dict[Span, str]) -> str:
+def _edited(file: SourceFile, node: _Definition, edits: dict[Span, str]) -> str:
     """Returns the text of a definition with parts replaced, without its indentation."""
-    first = min([node.lineno, *(d.lineno for d in node.decorator_list)])
+    first = min([node.lineno, *(d.lineno for d in getattr(node, "decorator_list", ()))])
     start = file.line_span(first, first)[0]
     return textwrap.dedent(file.edited((start, file.span(node)[1]), edits)).rstrip()
 
@@ -415,52 +501,116 @@ def _returned(node: ast.AST | None) -> Iterator[ast.expr]:
             yield from _returned(child)
 
 
-def _global_names(text: str) -> list[str]:
-    """Returns the names that a definition reads from its module, in order."""
-    found: dict[str, None] = {}
-    pending = [symtable.symtable(text, "<source>", "exec")]
-    while pending:
-        table = pending.pop(0)
-        names = [
-            s for s in table.get_symbols() if s.is_referenced() and (s.is_global() or table.get_type() == "module")
-        ]
-        found |= {s.get_name(): None for s in names if not (table.get_type() == "module" and s.is_assigned())}
-        pending += table.get_children()
-    order = [n.id for n in ast.walk(ast.parse(text)) if isinstance(n, ast.Name)]
-    return sorted(found, key=lambda name: order.index(name) if name in order else 0)
+def _global_names(file: SourceFile) -> list[ast.Name]:
+    """Returns the reads of names of its module in a definition, breadth-first."""
+    names = [n for n in ast.walk(file.tree) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Load)]
+    return [n for n in names if not any(n.id in bound for bound in _enclosing_names(file, n))]
 
 
-def _constant_text(name: str, value: Any, file: SourceFile, where: str) -> str:
-    """Returns the assignment of a constant, that of the user's file if it has a literal."""
-    for statement in file.tree.body:
+def _enclosing_names(file: SourceFile, node: ast.expr) -> Iterator[set[str]]:
+    """Yields the names that each of the scopes around an expression binds."""
+    child: ast.AST = node
+    in_function = False
+    while not isinstance(parent := file.parents[child], ast.Module):
+        if isinstance(parent, (ast.FunctionDef, ast.Lambda)):
+            is_body = child in parent.body if isinstance(parent, ast.FunctionDef) else child is parent.body
+            aliases = {(n.asname or n.name).partition(".")[0] for n in ast.walk(parent) if isinstance(n, ast.alias)}
+            yield bound_names(parent) | aliases if is_body else set()
+            in_function = in_function or is_body
+        elif isinstance(parent, ast.ClassDef):
+            yield bound_names(parent) if child in parent.body and not in_function else set()
+        elif isinstance(parent, (ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)):
+            stored = [n for x in parent.generators for n in ast.walk(x.target)]
+            yield {n.id for n in stored if isinstance(n, ast.Name)}
+        child = parent
+
+
+class _Denoted(NamedTuple):
+    """What an expression such as `f` or `module.f` denotes, for modules that are not imported.
+
+    Attributes:
+      module: The name of the module, if the expression names it.
+    """
+
+    node: ast.Name | ast.Attribute
+    name: str
+    value: Any
+    module: str
+
+
+def _denoted(file: SourceFile, node: ast.Name, value: Any) -> _Denoted:
+    found = _Denoted(node, node.id, value, "")
+    while isinstance(module := found.value, types.ModuleType) and not is_importable(module.__name__):
+        parent = file.parents[found.node]
+        if not isinstance(parent, ast.Attribute) or not hasattr(module, parent.attr):
+            break
+        found = _Denoted(parent, parent.attr, getattr(module, parent.attr), module.__name__)
+    return found
+
+
+def _constant_text(name: str, found: _Denoted, file: SourceFile, where: str) -> tuple[str, dict[str, type]]:
+    """Returns the assignment of a constant, that of the user's file if it has a literal, and the classes in it."""
+    for statement in file.tree.body if name == found.name and not found.module else ():
         if isinstance(statement, ast.Assign) and [ast.unparse(t) for t in statement.targets] == [name]:
             try:
-                if ast.literal_eval(statement.value) == value:
+                if ast.literal_eval(statement.value) == found.value:
                     assert statement.end_lineno is not None
-                    return file.slice(file.line_span(statement.lineno, statement.end_lineno)).rstrip()
+                    return file.slice(file.line_span(statement.lineno, statement.end_lineno)).rstrip(), {}
             except ValueError:
                 break
-    return f"{name} = {_literal(name, value, where)}"
+    classes: dict[str, type] = {}
+    return f"{name} = {_literal(name, found.value, where, classes)}", classes
 
 
-def _literal(name: str, value: Any, where: str) -> str:
+def _literal(name: str, value: Any, where: str, classes: dict[str, type]) -> str:
+    """Returns a constant as code, and adds the classes that it names to `classes`."""
     if isinstance(value, torch.dtype):
         return dtype_text(value)
+    if isinstance(value, torch.Tensor) and value.numel() <= _MAX_CONSTANT and not value.requires_grad:
+        return _array_text(value)
     if isinstance(value, float) and not np.isfinite(value):
         return f'float("{value}")'
     if isinstance(value, str):
         return json.dumps(value, ensure_ascii=False)
     if value is None or isinstance(value, (bool, int, float, complex)):
         return repr(value)
+    fields = _fields(value)
+    if fields is not None:
+        classes[type(value).__name__] = type(value)
+        return f"{type(value).__name__}({', '.join(f'{k}={_literal(name, v, where, classes)}' for k, v in fields.items())})"
     if isinstance(value, (tuple, list)):
-        items = ", ".join(_literal(name, x, where) for x in value)
+        items = ", ".join(_literal(name, x, where, classes) for x in value)
         return f"({items}{',' * (len(value) == 1)})" if isinstance(value, tuple) else f"[{items}]"
     if isinstance(value, dict):
-        return f"{{{', '.join(f'{_key(k)}: {_literal(name, v, where)}' for k, v in value.items())}}}"
+        return f"{{{', '.join(f'{_key(k)}: {_literal(name, v, where, classes)}' for k, v in value.items())}}}"
+    kind = f"{type(value).__name__} of {value.numel()} elements" if isinstance(value, torch.Tensor) else type(value).__name__
     raise TranslationError(
-        f"the source of {where} cannot be rewritten: {name} is a {type(value).__name__} outside the function. Pass it "
-        "as an argument"
+        f"the source of {where} cannot be rewritten: {name} is a {kind} outside the function. Pass it as an argument"
     )
+
+
+def _fields(value: Any) -> dict[str, Any] | None:
+    """Returns the arguments by which the class of an object of the user's creates an equal one; `None` without any."""
+    kind = type(value)
+    if not is_user_class(kind):
+        return None
+    if isinstance(value, tuple):
+        return getattr(value, "_asdict", dict)() or None
+    with suppress(Exception):  # A constructor may raise anything.
+        for arguments in ({}, dict(vars(value))):
+            if vars(kind(**arguments)) == vars(value):
+                return arguments
+    return None
+
+
+def _array_text(value: torch.Tensor) -> str:
+    """Returns a tensor as a NumPy array."""
+    name = str(value.dtype).removeprefix("torch.")
+    array = value.detach().cpu().resolve_conj().resolve_neg()
+    array = (array.float() if value.dtype == torch.bfloat16 else array).numpy()
+    text = np.array2string(array, separator=",", threshold=array.size + 1, floatmode="unique")
+    numbers = re.sub(r"\b(nan|inf)\b", r"np.\1", re.sub(r"\s+", " ", text))
+    return f"np.array({numbers}, {'jnp.bfloat16' if name == 'bfloat16' else 'bool' if name == 'bool' else f'np.{name}'})"
 
 
 def _key(value: Any) -> str:

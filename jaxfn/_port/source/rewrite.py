@@ -20,7 +20,7 @@ from jaxfn._port.source.expressions import (
     operator_template,
 )
 from jaxfn._port.source.observe import ObservedTensor
-from jaxfn._port.source.source_file import Span, bound_names
+from jaxfn._port.source.source_file import Span, bound_names, is_importable
 from jaxfn._port.source.spelling import NoRuleError, fill
 from jaxfn._port.source.table import Argument
 from jaxfn._port.source.typecheck import OtherValuesError
@@ -202,7 +202,7 @@ class FunctionRewriter(ExpressionRewriter):
         if s.value is None:
             self._remove(s)
             return
-        new = self._annotation(s.annotation)
+        new = self.annotation(s.annotation)
         span = self._file.span(s.target)[1], self._file.span(s.annotation)[1]
         self.edits[span] = "" if new is None else f": {new}"
         self._replace_expression(s.value)
@@ -286,7 +286,7 @@ class FunctionRewriter(ExpressionRewriter):
 
     def _import(self, s: ast.Import | ast.ImportFrom) -> None:
         module = (s.module or "") if isinstance(s, ast.ImportFrom) else s.names[0].name
-        if module.partition(".")[0] == "torch":
+        if getattr(s, "level", 0) or not is_importable(module):
             self._remove(s)
 
     _importfrom = _import
@@ -314,11 +314,11 @@ class FunctionRewriter(ExpressionRewriter):
         for x in found:
             if x is None or x.annotation is None:
                 continue
-            new = self._annotation(x.annotation)
+            new = self.annotation(x.annotation)
             start, end = self._file.span(x)
             self.edits[start, end] = x.arg if new is None else f"{x.arg}: {new}"
         if node.returns is not None:
-            new = self._annotation(node.returns)
+            new = self.annotation(node.returns)
             start, end = self._file.span(node.returns)
             arrow = self._file.text.rindex(b"->", 0, start)
             while new is None and self._file.text[arrow - 1 : arrow].isspace():
@@ -328,7 +328,7 @@ class FunctionRewriter(ExpressionRewriter):
             if default is not None and self._mentions_torch(default):
                 raise NoRuleError(f"the default value {self._file.segment(default)} mentions torch")
 
-    def _annotation(self, node: ast.expr) -> str | None:
+    def annotation(self, node: ast.expr) -> str | None:
         """Returns a type annotation for JAX; `None` if it has none."""
         text = re.sub(r"(?<![\w.])(torch\.)?(Float|Long|Int|Bool|Double)?Tensor\b", "jax.Array", ast.unparse(node))
         text = re.sub(r"(?<![\w.])((torch\.autograd\.)?function\.)?FunctionCtx\b", "jaxfn.FunctionCtx", text)

@@ -74,7 +74,7 @@ class SourceFile:
         return f'\n  File "{self.path}", line {node.lineno}\n    {text}'
 
     def function(self, code: CodeType) -> FunctionNode | None:
-        """Returns the definition of a function with this code; `None` if there is none, or more than one lambda."""
+        """Returns the definition of a function with this code; `None` if there is none, or more than one."""
         found: list[FunctionNode] = [
             node
             for node in ast.walk(self.tree)
@@ -82,6 +82,9 @@ class SourceFile:
             and getattr(node, "name", "<lambda>") == code.co_name
             and min([node.lineno, *(d.lineno for d in getattr(node, "decorator_list", ()))]) == code.co_firstlineno
         ]
+        if len(found) > 1:  # Lambdas of one line.
+            positions = [(line, column) for line, _, column, _ in code.co_positions() if column and line]
+            found = [n for n in found if isinstance(n, ast.Lambda) and (n.body.lineno, n.body.col_offset) in positions]
         return found[0] if len(found) == 1 else None
 
     def enclosing_class(self, node: ast.AST) -> ast.ClassDef | None:
@@ -90,6 +93,12 @@ class SourceFile:
         while isinstance(parent, (ast.If, ast.Try, ast.With)):
             parent = self.parents.get(parent)
         return parent if isinstance(parent, ast.ClassDef) else None
+
+
+def is_importable(module: str) -> bool:
+    """Whether the written module may import a module."""
+    package = module.partition(".")[0]
+    return package in sys.stdlib_module_names or package in ("numpy", "jax", "jaxfn")
 
 
 class SourceFiles:
