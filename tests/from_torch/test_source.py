@@ -34,7 +34,7 @@ def normal(*shape: int, seed: int = 0) -> np.ndarray:
 
 
 def load(text: str) -> types.ModuleType:
-    module = types.ModuleType("written")
+    module = sys.modules["written"] = types.ModuleType("written")  # Dataclasses look up their module.
     exec(compile(text, "written.py", "exec"), vars(module))
     return module
 

@@ -233,6 +233,11 @@ class ExpressionRewriter:
             codes[name] = f"jnp.fill_diagonal({x}, {text}, inplace=False)"
         elif name in ("flatten", "ravel", "reshape", "reshape_as", "squeeze", "unsqueeze", "view", "view_as"):
             codes[name] = f"{new}.reshape({x}.shape)"
+        dims = {self._value(x.value) for x in view.keywords if x.arg in ("dim1", "dim2")}
+        if name == "diagonal" and len(view.keywords) == 2 and dims == {-1, -2} and not arguments:
+            shape = self._value(base).shape
+            axis = f"np.arange({x}.shape[{-1 if shape[-1] <= shape[-2] else -2}])"
+            return self._options.spell(f"{x}.at[..., {axis}, {axis}].set({text})")
         if view.keywords or name not in codes:
             raise NoRuleError(f"a tensor is updated in place through {name}")
         return self._options.spell(codes[name])

@@ -609,7 +609,8 @@ def _array_text(value: torch.Tensor) -> str:
     array = value.detach().cpu().resolve_conj().resolve_neg()
     array = (array.float() if value.dtype == torch.bfloat16 else array).numpy()
     text = np.array2string(array, separator=",", threshold=array.size + 1, floatmode="unique")
-    numbers = re.sub(r"\b(nan|inf)\b", r"np.\1", re.sub(r"\s+", " ", text))
+    text = re.sub(r"\.(?!\d)", ".0", re.sub(r"\s+", "", text)).replace(",", ", ")
+    numbers = re.sub(r"(nan|inf)", r"np.\1", text)
     return f"np.array({numbers}, {'jnp.bfloat16' if name == 'bfloat16' else 'bool' if name == 'bool' else f'np.{name}'})"
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import linecache
+import sys
 import traceback
 import types
 import warnings
@@ -74,7 +75,11 @@ def load(module: Module, name: str) -> types.ModuleType:
     lines = module.text.splitlines(keepends=True)
     linecache.cache[path] = (len(module.text), None, lines, path)
     loaded = types.ModuleType(f"_rewritten_{name}")
-    exec(compile(module.text, path, "exec"), vars(loaded))
+    sys.modules[loaded.__name__] = loaded  # Dataclasses look up their module.
+    try:
+        exec(compile(module.text, path, "exec"), vars(loaded))
+    finally:
+        del sys.modules[loaded.__name__]
     return loaded
 
 

@@ -30,6 +30,18 @@ from jaxfn._torch.values.errors import TranslationError
 _NO_BODY = (ast.Raise, ast.Pass, ast.Break, ast.Continue)
 
 
+def _is_plain(statement: ast.stmt) -> bool:
+    """Whether a statement that mentions no torch means the same for JAX, whatever its variables are."""
+    if isinstance(statement, (ast.Assign, ast.Return)):
+        targets = statement.targets if isinstance(statement, ast.Assign) else []
+        names = all(isinstance(x, (ast.Name, ast.Attribute)) for x in targets)
+        return names and all(
+            isinstance(n, (ast.Constant, ast.Name, ast.Tuple, ast.expr_context))
+            for n in (ast.walk(statement.value) if statement.value is not None else ())
+        )
+    return isinstance(statement, _NO_BODY)
+
+
 class FunctionRewriter(ExpressionRewriter):
     """Rewrites one function, with the functions defined inside it."""
 
@@ -62,7 +74,7 @@ class FunctionRewriter(ExpressionRewriter):
                     self._statement(statement)
                 else:
                     self._in_region(region, statement)
-            elif not isinstance(statement, _NO_BODY) or self._mentions_torch(statement):
+            elif not _is_plain(statement) or self._mentions_torch(statement):
                 start, end = self._file.span(statement)[0], self._file.span(body[-1])[1]
                 self.edits[start, end] = self._not_reached(statement)
                 return

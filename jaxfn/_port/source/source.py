@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import traceback
 import warnings
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -13,6 +14,7 @@ import numpy as np
 import torch
 from torch.utils import _pytree as torch_tree
 
+from jaxfn._torch.graph.source_lines import source_line
 from jaxfn._port.source.module import Module, write_module
 from jaxfn._port.source.observe import ObservedRun, ObservedTensor, is_function_class, observe
 from jaxfn._port.source.prove import Difference, Proof, in_double, make_groups
@@ -41,8 +43,34 @@ def write_source(
       examples: The arguments of more calls.
 
     Raises:
-      TranslationError: A statement has no rule, or the results differ.
+      TranslationError: A statement has no rule, the results differ, or torch or the conversion raises an error.
     """
+    try:
+        return _write(function, oracle, args, kwargs, examples)
+    except TranslationError:
+        raise
+    except Exception as error:  # torch, JAX and the user's code raise anything.
+        name = function.__name__
+        frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)][::-1]
+        raise TranslationError(
+            f"the source of {name} cannot be rewritten: it raised {type(error).__name__}: {_first_line(error)}. Pass "
+            f"arguments that torch accepts; if it does, use jaxfn.from_torch({name}), or write {name} for JAX and compare "
+            f"it by jaxfn.paritycheck{source_line(frames)}"
+        ) from error
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).strip() or "no message").splitlines()[0].rstrip(".")
+
+
+def _write(
+    function: Any,
+    oracle: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    examples: Sequence[Sequence[Any]],
+) -> str:
+    """Does what `write_source` does, with any error."""
     flat = [Example.of(args, kwargs), *(Example.of(tuple(example), {}) for example in examples)]
     is_class = is_function_class(function)
     call = function.apply if is_class else function
