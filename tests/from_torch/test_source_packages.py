@@ -78,7 +78,8 @@ def test_names_of_other_modules_are_followed(package):
                 @classmethod
                 def compute(cls, x):
                     from .skew import _entries as parts
-                    return lie.hat(x) * (constants.NEAR_ZERO < 1) + skew_symmetric(x).sin() * parts(x)[0][..., None, None]
+                    scale = parts(x)[0][..., None, None] * (constants.NEAR_ZERO < 1)
+                    return lie.hat(x) + skew_symmetric(x).sin() * scale
 
                 @staticmethod
                 def backward(ctx, gradient):

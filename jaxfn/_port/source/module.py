@@ -14,7 +14,7 @@ import textwrap
 import types
 import typing
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import suppress
+from dataclasses import fields, is_dataclass
 from pathlib import Path
 from types import CodeType
 from typing import Any, NamedTuple
@@ -163,6 +163,7 @@ class _Writer:
         self._spelled = {new: name for name, new in options.names.items()}
         self._helpers: dict[str, str] = {}
         self._parts: dict[str, str] = {}
+        self._aliases: dict[str, list[str]] = {}  # By the name of the definition, which may not be complete.
         self._constants: dict[str, str] = {}
         self._objects: dict[str, Any] = {}
         self._imports: set[str] = set()
@@ -289,7 +290,12 @@ class _Writer:
                 start, indent = file.line_span(method.lineno, method.lineno)[0], " " * method.col_offset
                 edits[start, start] = f"{indent}@{self.options.names['jaxfn']}.once_differentiable\n"
         assigned = bound_names(node)
-        read = {n.attr for _, f in self.options.observation.functions.values() for n in ast.walk(f) if isinstance(n, ast.Attribute)}
+        read = {
+            n.attr
+            for _, f in self.options.observation.functions.values()
+            for n in ast.walk(f)
+            if isinstance(n, ast.Attribute)
+        }
         for name, x in vars(value).items():
             if isinstance(x, torch.Tensor) and name in read - assigned:  # It was set after the class was defined.
                 start = file.line_span(node.body[0].lineno, node.body[0].lineno)[0]
@@ -356,7 +362,7 @@ class _Writer:
             return text
         if found.name not in self._objects and found.name not in self._spelled:
             self._objects[found.name] = found.value
-            self._parts[found.name] = f"{found.name} = {text}"
+            self._aliases.setdefault(text.removesuffix(".apply"), []).append(f"{found.name} = {text}")
         return found.name if _is_same(self._objects.get(found.name), found.value) else text
 
     def module_text(self) -> str:
@@ -364,7 +370,8 @@ class _Writer:
         head = [_header(self._main, self._note), _sorted_imports(self._imports)]
         head += ["\n".join(self._constants.values())] if self._constants else []
         copied = [self._helpers[name] for name in _HELPERS if name in self._helpers]
-        return "\n\n\n".join(["\n\n".join(head), *copied, *self._parts.values()]) + "\n"
+        parts = [part for name, text in self._parts.items() for part in (text, *self._aliases.get(name, ()))]
+        return "\n\n\n".join(["\n\n".join(head), *copied, *parts]) + "\n"
 
 
 def _functions(value: Any) -> list[Any]:
@@ -390,7 +397,9 @@ def _imported(node: ast.AST, value: Any) -> dict[str, Any]:
     scope: dict[str, Any] = {}
     for n in ast.walk(node):
         if isinstance(n, ast.Import):
-            names = {x.asname or x.name.partition(".")[0]: x.name if x.asname else x.name.partition(".")[0] for x in n.names}
+            names = {
+                x.asname or x.name.partition(".")[0]: x.name if x.asname else x.name.partition(".")[0] for x in n.names
+            }
             scope |= {name: sys.modules[path] for name, path in names.items() if path in sys.modules}
         elif isinstance(n, ast.ImportFrom):
             path = importlib.util.resolve_name(f"{'.' * n.level}{n.module or ''}", package)
@@ -559,6 +568,13 @@ def _constant_text(name: str, found: _Denoted, file: SourceFile, where: str) -> 
             except ValueError:
                 break
     classes: dict[str, type] = {}
+    kind = type(found.value)
+    if is_user_class(kind) and hasattr(found.value, "__dict__") and _fields(found.value) is None:
+        state = _keywords(
+            name, vars(found.value), where, classes
+        )  # The constructor ran before torch code was observed.
+        classes[kind.__name__] = kind
+        return f"{name} = object.__new__({kind.__name__})\nvars({name}).update({state})", classes
     return f"{name} = {_literal(name, found.value, where, classes)}", classes
 
 
@@ -574,32 +590,36 @@ def _literal(name: str, value: Any, where: str, classes: dict[str, type]) -> str
         return json.dumps(value, ensure_ascii=False)
     if value is None or isinstance(value, (bool, int, float, complex)):
         return repr(value)
-    fields = _fields(value)
-    if fields is not None:
+    if (arguments := _fields(value)) is not None:
         classes[type(value).__name__] = type(value)
-        return f"{type(value).__name__}({', '.join(f'{k}={_literal(name, v, where, classes)}' for k, v in fields.items())})"
+        return f"{type(value).__name__}({_keywords(name, arguments, where, classes)})"
     if isinstance(value, (tuple, list)):
         items = ", ".join(_literal(name, x, where, classes) for x in value)
         return f"({items}{',' * (len(value) == 1)})" if isinstance(value, tuple) else f"[{items}]"
     if isinstance(value, dict):
         return f"{{{', '.join(f'{_key(k)}: {_literal(name, v, where, classes)}' for k, v in value.items())}}}"
-    kind = f"{type(value).__name__} of {value.numel()} elements" if isinstance(value, torch.Tensor) else type(value).__name__
+    kind = (
+        f"{type(value).__name__} of {value.numel()} elements"
+        if isinstance(value, torch.Tensor)
+        else type(value).__name__
+    )
     raise TranslationError(
         f"the source of {where} cannot be rewritten: {name} is a {kind} outside the function. Pass it as an argument"
     )
 
 
+def _keywords(name: str, values: Mapping[str, Any], where: str, classes: dict[str, type]) -> str:
+    return ", ".join(f"{key}={_literal(name, value, where, classes)}" for key, value in values.items())
+
+
 def _fields(value: Any) -> dict[str, Any] | None:
-    """Returns the arguments by which the class of an object of the user's creates an equal one; `None` without any."""
-    kind = type(value)
-    if not is_user_class(kind):
-        return None
-    if isinstance(value, tuple):
-        return getattr(value, "_asdict", dict)() or None
-    with suppress(Exception):  # A constructor may raise anything.
-        for arguments in ({}, dict(vars(value))):
-            if vars(kind(**arguments)) == vars(value):
-                return arguments
+    """Returns the arguments by which a named tuple or dataclass of the user's is created; `None` for another object."""
+    kind: Any = type(value)
+    if is_user_class(kind) and isinstance(value, tuple) and hasattr(value, "_asdict"):
+        return kind._asdict(value)
+    if is_user_class(kind) and is_dataclass(value) and not is_user_function(kind.__init__):
+        names = [x.name for x in fields(value) if x.init]
+        return {name: getattr(value, name) for name in names} if {*names} == {*vars(value)} else None
     return None
 
 
@@ -611,7 +631,9 @@ def _array_text(value: torch.Tensor) -> str:
     text = np.array2string(array, separator=",", threshold=array.size + 1, floatmode="unique")
     text = re.sub(r"\.(?!\d)", ".0", re.sub(r"\s+", "", text)).replace(",", ", ")
     numbers = re.sub(r"(nan|inf)", r"np.\1", text)
-    return f"np.array({numbers}, {'jnp.bfloat16' if name == 'bfloat16' else 'bool' if name == 'bool' else f'np.{name}'})"
+    return (
+        f"np.array({numbers}, {'jnp.bfloat16' if name == 'bfloat16' else 'bool' if name == 'bool' else f'np.{name}'})"
+    )
 
 
 def _key(value: Any) -> str:

@@ -54,8 +54,8 @@ def write_source(
         frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)][::-1]
         raise TranslationError(
             f"the source of {name} cannot be rewritten: it raised {type(error).__name__}: {_first_line(error)}. Pass "
-            f"arguments that torch accepts; if it does, use jaxfn.from_torch({name}), or write {name} for JAX and compare "
-            f"it by jaxfn.paritycheck{source_line(frames)}"
+            f"arguments that torch accepts; if it does, use jaxfn.from_torch({name}), or write {name} for JAX and "
+            f"compare it by jaxfn.paritycheck{source_line(frames)}"
         ) from error
 
 
