@@ -436,9 +436,9 @@ class ExpressionRewriter:
             return f"{'float' if isinstance(base, torch.finfo) else 'int'}({self._splice(node)})"
         if isinstance(base, torch.dtype) and node.attr == "is_floating_point":
             return self._options.spell(f"jnp.issubdtype({self._render(node.value)}, jnp.floating)")
-        if isinstance(base, types.ModuleType):
-            if base.__name__.partition(".")[0] == "torch" and isinstance(value, (int, float)):
-                return self._options.spell(f"jnp.{node.attr}")
+        is_torch = isinstance(base, types.ModuleType) and base.__name__.partition(".")[0] == "torch"
+        if is_torch and isinstance(value, (int, float)):
+            return self._options.spell(f"jnp.{node.attr}")
         return self._object(node, value) if is_global or isinstance(base, type) else None
 
     def _tensor_attribute(self, node: ast.Attribute) -> str | None:

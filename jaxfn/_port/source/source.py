@@ -14,12 +14,12 @@ import numpy as np
 import torch
 from torch.utils import _pytree as torch_tree
 
-from jaxfn._torch.graph.source_lines import source_line
 from jaxfn._port.source.module import Module, write_module
 from jaxfn._port.source.observe import ObservedRun, ObservedTensor, is_function_class, observe
 from jaxfn._port.source.prove import Difference, Proof, in_double, make_groups
 from jaxfn._port.source.samples import Example, other_sizes, subsets
 from jaxfn._port.source.typecheck import OtherValuesError
+from jaxfn._torch.graph.source_lines import source_line
 from jaxfn._torch.values.errors import TranslationError
 
 # More calls with strict spellings than these are not tried one by one.
