@@ -203,8 +203,6 @@ class ExpressionRewriter:
             return self._store(base, self._viewed_value(target, base, text))
         if not isinstance(target, (ast.Name, ast.Attribute, ast.Subscript)):
             raise NoRuleError(f"{self._file.segment(target)} is updated in place")
-        if isinstance(target, ast.Name) and not self._is_variable(target.id):
-            raise NoRuleError(f"{target.id}, a tensor outside the function, is updated in place")
         return [f"{self._render(target)} = {text}", *self._write_back(target)]
 
     def _viewed_value(self, view: ast.expr, base: ast.expr, text: str) -> str:
