@@ -32,7 +32,8 @@ def port(code: Any, /, *args: Any, examples: Sequence[Sequence[Any]] = (), **kwa
 
     Raises:
       TypeError: `code` is a module, or not torch code.
-      TranslationError: A statement has no rule, or the results differ. The message names the line.
+      TranslationError: A statement has no rule, the results differ, or torch or JAX raises an error. The message names
+        the line.
 
     Examples:
       >>> import torch, jax.numpy as jnp, jaxfn

@@ -623,7 +623,7 @@ class ByAttribute(Function):
         return grad_output, None
 
 
-@not_supported("WEIGHT is a tensor outside the function", normal(3))
+@written(normal(3))
 class ReadsGlobalTensor(Function):
     @staticmethod
     def forward(ctx, x):

@@ -31,14 +31,10 @@ _NO_BODY = (ast.Raise, ast.Pass, ast.Break, ast.Continue)
 
 
 def _is_plain(statement: ast.stmt) -> bool:
-    """Whether a statement that mentions no torch means the same for JAX, whatever its variables are."""
-    if isinstance(statement, (ast.Assign, ast.Return)):
-        targets = statement.targets if isinstance(statement, ast.Assign) else []
-        names = all(isinstance(x, (ast.Name, ast.Attribute)) for x in targets)
-        return names and all(
-            isinstance(n, (ast.Constant, ast.Name, ast.Tuple, ast.expr_context))
-            for n in (ast.walk(statement.value) if statement.value is not None else ())
-        )
+    """Whether a statement that did not run means the same for JAX: without a value, or one that only branches use."""
+    if isinstance(statement, ast.Assign) and isinstance(statement.value, ast.Constant):
+        is_flag = isinstance(statement.value.value, (bool, str, type(None)))
+        return is_flag and all(isinstance(x, ast.Attribute) for x in statement.targets)
     return isinstance(statement, _NO_BODY)
 
 
