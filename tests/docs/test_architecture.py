@@ -63,7 +63,7 @@ PORT_IMPORTS = {
     "jaxfn._reports": "Report aligned first_line html_table preformatted public small",
     "jaxfn._torch": "conversion_of ties",
     "jaxfn._torch._compat": "scripted_function",
-    "jaxfn._torch.graph.source_lines": "is_user_code",
+    "jaxfn._torch.graph.source_lines": "is_user_code source_line",
     "jaxfn._torch.ties": "CLAMP vector_norm with_index",
     "jaxfn._torch.values.arrays": "to_jax to_torch with_arrays",
     "jaxfn._torch.values.errors": "TranslationError",

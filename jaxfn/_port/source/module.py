@@ -535,7 +535,7 @@ def _enclosing_names(file: SourceFile, node: ast.expr) -> Iterator[set[str]]:
 
 
 class _Denoted(NamedTuple):
-    """What an expression such as `f` or `module.f` denotes, for modules that are not imported.
+    """The object that `f` or `module.f` denotes, for modules that the written one does not import.
 
     Attributes:
       module: The name of the module, if the expression names it.
