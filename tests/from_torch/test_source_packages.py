@@ -1,4 +1,4 @@
-"""Rows H17 and H18: code as it lies in packages, of several modules, with lambdas, and tensors on modules and classes."""
+"""Rows H17 and H18: code as it lies in packages: several modules, lambdas, and tensors on modules and classes."""
 
 from __future__ import annotations
 

@@ -32,7 +32,7 @@ from jaxfn._port.source.expressions import (
     is_torchs,
 )
 from jaxfn._port.source.observe import ObservedRun, is_function_class, is_user_class, is_user_function
-from jaxfn._port.source.rewrite import FunctionRewriter
+from jaxfn._port.source.rewrite import FunctionRewriter, jax_annotation
 from jaxfn._port.source.source_file import FunctionNode, SourceFile, Span, bound_names, is_importable
 from jaxfn._port.source.table import table
 from jaxfn._port.source.typecheck import dtype_text
@@ -172,7 +172,7 @@ class _Writer:
     def add(self, value: Any) -> str:
         """Adds the definition of a function or class, after those that it uses, and returns its name."""
         file, node = self._definition(value)
-        old = node.targets[0].id if isinstance(node, ast.Assign) else node.name
+        old = ast.unparse(node.targets[0]) if isinstance(node, ast.Assign) else node.name
         name, is_new = self._reserve(old, value, value.__module__)
         if not is_new:
             return name
@@ -239,8 +239,8 @@ class _Writer:
         if isinstance(x := defaults.get(target.id), (torch.Tensor, torch.dtype)) and statement.value is not None:
             edits[file.span(statement.value)] = self.options.spell(_literal(target.id, x, value.__name__, {}))
         if isinstance(statement, ast.AnnAssign):
-            rewriter = FunctionRewriter(file, ast.parse("lambda: 0", mode="eval").body, self.options, ())
-            edits[file.span(statement.annotation)] = rewriter.annotation(statement.annotation) or "object"
+            text = jax_annotation(statement.annotation, self.options)
+            edits[file.span(statement.annotation)] = text or "object"
         return edits
 
     def _lambda_edits(self, file: SourceFile, statement: ast.stmt) -> dict[Span, str]:

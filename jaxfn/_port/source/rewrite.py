@@ -14,6 +14,7 @@ import torch
 from jaxfn._port.source import rules
 from jaxfn._port.source.expressions import (
     ExpressionRewriter,
+    RewriteOptions,
     callee_name,
     check_result,
     elements,
@@ -210,7 +211,7 @@ class FunctionRewriter(ExpressionRewriter):
         if s.value is None:
             self._remove(s)
             return
-        new = self.annotation(s.annotation)
+        new = jax_annotation(s.annotation, self._options)
         span = self._file.span(s.target)[1], self._file.span(s.annotation)[1]
         self.edits[span] = "" if new is None else f": {new}"
         self._replace_expression(s.value)
@@ -322,11 +323,11 @@ class FunctionRewriter(ExpressionRewriter):
         for x in found:
             if x is None or x.annotation is None:
                 continue
-            new = self.annotation(x.annotation)
+            new = jax_annotation(x.annotation, self._options)
             start, end = self._file.span(x)
             self.edits[start, end] = x.arg if new is None else f"{x.arg}: {new}"
         if node.returns is not None:
-            new = self.annotation(node.returns)
+            new = jax_annotation(node.returns, self._options)
             start, end = self._file.span(node.returns)
             arrow = self._file.text.rindex(b"->", 0, start)
             while new is None and self._file.text[arrow - 1 : arrow].isspace():
@@ -336,12 +337,13 @@ class FunctionRewriter(ExpressionRewriter):
             if default is not None and self._mentions_torch(default):
                 raise NoRuleError(f"the default value {self._file.segment(default)} mentions torch")
 
-    def annotation(self, node: ast.expr) -> str | None:
-        """Returns a type annotation for JAX; `None` if it has none."""
-        text = re.sub(r"(?<![\w.])(torch\.)?(Float|Long|Int|Bool|Double)?Tensor\b", "jax.Array", ast.unparse(node))
-        text = re.sub(r"(?<![\w.])((torch\.autograd\.)?function\.)?FunctionCtx\b", "jaxfn.FunctionCtx", text)
-        nodes = list(ast.walk(ast.parse(text, mode="eval")))
-        names = {n.id for n in nodes if isinstance(n, ast.Name)}
-        has_string = any(isinstance(n, ast.Constant) and isinstance(n.value, str) for n in nodes)
-        is_known = names <= {"jax", "jaxfn", *dir(builtins), *typing.__all__} and not has_string
-        return self._options.spell(text) if is_known else None
+
+def jax_annotation(node: ast.expr, options: RewriteOptions) -> str | None:
+    """Returns a type annotation for JAX; `None` if it has none."""
+    text = re.sub(r"(?<![\w.])(torch\.)?(Float|Long|Int|Bool|Double)?Tensor\b", "jax.Array", ast.unparse(node))
+    text = re.sub(r"(?<![\w.])((torch\.autograd\.)?function\.)?FunctionCtx\b", "jaxfn.FunctionCtx", text)
+    nodes = list(ast.walk(ast.parse(text, mode="eval")))
+    names = {n.id for n in nodes if isinstance(n, ast.Name)}
+    has_string = any(isinstance(n, ast.Constant) and isinstance(n.value, str) for n in nodes)
+    is_known = names <= {"jax", "jaxfn", *dir(builtins), *typing.__all__} and not has_string
+    return options.spell(text) if is_known else None
