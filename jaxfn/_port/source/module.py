@@ -315,9 +315,8 @@ class _Writer:
                 self._imports.add(_aliased(_IMPORTS[spelled], spelled, name))
             elif spelled in _HELPERS and spelled not in self._helpers:
                 helper = _HELPERS[spelled]
-                text = self.options.spell(inspect.getsource(helper).rstrip())
-                self._helpers[spelled] = text
-                self._with_names(text, helper.__globals__, file, spelled)
+                self._helpers[spelled] = self.options.spell(inspect.getsource(helper).rstrip())
+                self._with_names(self._helpers[spelled], helper.__globals__, file, spelled)
             elif spelled is not None:
                 continue
             elif name in scope:

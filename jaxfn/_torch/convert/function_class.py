@@ -477,7 +477,8 @@ def _make_class(adapter: FunctionAdapter, module: str) -> type[Function]:
         body["vmap"] = staticmethod(adapter.vmap)
     if definition.backward is not None:
         backward.__qualname__ = f"{function.__qualname__}.backward"
-        backward.__wrapped__ = definition.backward  # for its location in reports
+        # For its location in reports.
+        vars(backward)["__wrapped__"] = definition.backward
         body["backward"] = staticmethod(once_differentiable(backward) if definition.once_differentiable else backward)
     if definition.has_jvp:
         body["jvp"] = staticmethod(jvp)
