@@ -367,6 +367,8 @@ NONLINEAR = {
     "custom_jvp": lambda g: _plus_one(g),
     "another Function": lambda g: PlusOne.apply(g),
     "product with itself": lambda g: g * g,
+    "branch by the tangent": lambda g: jax.lax.cond(g[0] > 0, lambda g: 2 * g, lambda g: 3 * g, g),
+    "carries that swap": lambda g: jax.lax.fori_loop(0, 2, lambda i, c: (c[1], c[0] * c[1]), (X * 0 + 1, g))[1],
     "divisor": lambda g: 1 / (2 + g),
 }
 

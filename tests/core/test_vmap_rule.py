@@ -200,6 +200,7 @@ def test_out_dims():
     np.testing.assert_array_equal(out_dims_case(lambda x: x.T, 1), ROWS)
     np.testing.assert_array_equal(out_dims_case(lambda x: x.T, -1), ROWS)
     np.testing.assert_array_equal(out_dims_case(lambda x: x, -2), ROWS)
+    np.testing.assert_array_equal(out_dims_case(lambda x: x.T[None], 2), ROWS[:, None])
     np.testing.assert_array_equal(out_dims_case(lambda x: jnp.ones(2), None), np.ones((3, 2)))
     for out_dims in ({"a": 1, "b": [0, 0]}, {"a": -1, "b": 0}):
         got = out_dims_case(tree, out_dims)
