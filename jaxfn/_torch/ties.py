@@ -17,7 +17,9 @@ from jaxfn._torch._compat import CLAMP_SPLITS_TIES
 
 
 def absolute(x: jax.Array) -> jax.Array:
-    """Returns |x|. The derivative is 0 at 0 and NaN."""
+    """Returns |x|. All derivatives are 0 at 0, and the first one at NaN."""
+    if jnp.iscomplexobj(x):
+        return jnp.where(x == 0, 0, jnp.abs(jnp.where(x == 0, 1, x)))
     if not jnp.issubdtype(x.dtype, jnp.floating):
         return jnp.abs(x)
     return x * lax.stop_gradient(jnp.where(jnp.isnan(x), 0, jnp.sign(x)))
@@ -53,8 +55,10 @@ CLAMP = clamp_to_bounds if CLAMP_SPLITS_TIES else clamp_to_input
 
 
 def elu(x: jax.Array, alpha: float = 1.0, rate: float = 1.0) -> jax.Array:
-    """Returns x, or alpha * (exp(rate * x) - 1) where x is not positive."""
-    return jnp.where(x > 0, x, alpha * jnp.expm1(rate * jnp.where(x > 0, 0, x)))
+    """Returns x, or alpha * (exp(rate * x) - 1) where x is negative. At 0 it is a line with the slope of that side."""
+    is_negative = x < 0
+    line = jnp.where(x == 0, alpha * rate * x, x)
+    return jnp.where(is_negative, alpha * jnp.expm1(rate * jnp.where(is_negative, x, 0)), line)
 
 
 def softplus(x: jax.Array, beta: float = 1.0, threshold: float = 20.0) -> jax.Array:
