@@ -61,7 +61,7 @@ class Net(torch.nn.Module):
         return Root.apply(self.fc(x) ** 2 + 1, self.fc.bias[0])
 
 
-@row("I1", "G5")
+@row("G1b", "I1")
 def test_checks_take_a_converted_module_as_a_function_of_its_arguments():
     net, x = jaxfn.from_torch(Net()), jnp.asarray([[0.2, -0.7, 1.3]])
     with jax.enable_x64(True):

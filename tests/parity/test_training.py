@@ -346,7 +346,7 @@ def test_clipping_is_compared_where_it_does_not_show(max_norm):
 @row("H7b")
 def test_an_optimizer_of_other_parameters_raises():
     module = torch.nn.Linear(3, 2)
-    with pytest.raises(ValueError, match="other parameters than those of the list that it is made of"):
+    with pytest.raises(ValueError, match="other parameters than those of the list that it is passed"):
         check_linear(module, lambda _: torch.optim.SGD(module.parameters(), RATE))
 
 
