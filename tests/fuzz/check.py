@@ -33,8 +33,8 @@ class Outcome:
     """The result of checking a program.
 
     Attributes:
-      kind: the two sides agreed; the twins raise, so that the program means nothing, or XLA raises for hand-written
-        rules as well; jaxfn rejected it by name; or what jaxfn did is wrong.
+      kind: the two sides agreed; the twins raise, so that the program means nothing, or a hand-written
+        rule raises the error as well; jaxfn rejected it by name; or what jaxfn did is wrong.
       message: what was rejected, or is wrong, without the names and numbers of this one program.
       comparisons: how many arrays and counts were compared.
     """
@@ -67,10 +67,8 @@ def check(program: Program) -> Outcome:
         except Exception as error:
             if is_rejection(error) or _may_be_of_a_forgotten_rule(error, program):
                 return Outcome(REJECTED, normalized(error))
-            is_of_xla = isinstance(error, jax.errors.JaxRuntimeError) and _hand_written_raises(
-                program, normalized(error)
-            )
-            return Outcome(DISCARDED if is_of_xla else WRONG, normalized(error))
+            is_of_jax = _hand_written_raises(program, normalized(error))
+            return Outcome(DISCARDED if is_of_jax else WRONG, normalized(error))
     comparisons, tolerance = len(jax.tree.leaves(got)), tolerance_of(program)
     if not program.stateful:
         message = difference(got, wanted, tolerance)

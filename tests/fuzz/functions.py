@@ -118,10 +118,12 @@ def write_hand_written(spec: FunctionSpec, name: str) -> list[str]:
     grads = [str(grad) for grad in spec.rules.grads]
     returned = _dict(formula.parameters, grads) if spec.packed else ", ".join(grads)
     unpacked = [f"{tuple_of(saved)} = residuals"] if saved else []
+    cotangents = [f"g{i}" for i in range(len(formula.output_names))]
+    unpacked += [f"{tuple_of(cotangents) if len(cotangents) > 1 else 'g0'} = g"]
     return [
         "@jax.custom_vjp", f"def {name}({signature}):", *indented([*body, f"return {results}"]), "",
         f"def {name}_fwd({signature}):", *indented([*body, f"return ({results}), {tuple_of(saved)}"]), "",
-        f"def {name}_bwd(residuals, g0):", *indented([*unpacked, f"return ({returned},)"]), "",
+        f"def {name}_bwd(residuals, g):", *indented([*unpacked, f"return ({returned},)"]), "",
         f"{name}.defvjp({name}_fwd, {name}_bwd)",
     ]  # fmt: skip
 
