@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import re
+import traceback
 from collections.abc import Sequence
 from typing import Any
 
+from jaxfn._reports import first_line
 from jaxfn._torch import conversion_of
 from jaxfn._torch.values.arrays import with_arrays
 from jaxfn._torch.values.errors import TranslationError
@@ -52,6 +54,7 @@ def port(code: Any, /, *args: Any, examples: Sequence[Sequence[Any]] = (), **kwa
     from torch.nn import Module
 
     from jaxfn._port.source.source import write_source
+    from jaxfn._torch.graph.source_lines import source_line
 
     if isinstance(conversion.original, Module):
         raise TypeError(
@@ -65,3 +68,12 @@ def port(code: Any, /, *args: Any, examples: Sequence[Sequence[Any]] = (), **kwa
     except TranslationError as error:  # the conversion's own, which says how from_torch converts the code
         error.args = (re.sub(r"\. Or name a JAX function[^\n]*", "", str(error)),)
         raise
+    except Exception as error:  # torch, JAX and the user's code raise anything.
+        name = conversion.original.__name__
+        frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)][::-1]
+        raise TranslationError(
+            f"the source of {name} cannot be rewritten: it raised {type(error).__name__}: "
+            f"{first_line(error).rstrip('.')}. Pass arguments that torch accepts; if it does, use "
+            f"jaxfn.from_torch({name}), or write {name} for JAX and compare it by jaxfn.paritycheck"
+            f"{source_line(frames)}"
+        ) from error

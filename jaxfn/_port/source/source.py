@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import traceback
 import warnings
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -19,7 +18,6 @@ from jaxfn._port.source.observe import ObservedRun, ObservedTensor, is_function_
 from jaxfn._port.source.prove import Difference, Proof, in_double, make_groups
 from jaxfn._port.source.samples import Example, other_sizes, subsets
 from jaxfn._port.source.typecheck import OtherValuesError
-from jaxfn._torch.graph.source_lines import source_line
 from jaxfn._torch.values.errors import TranslationError
 
 # More calls with strict spellings than these are not tried one by one.
@@ -43,34 +41,8 @@ def write_source(
       examples: The arguments of more calls.
 
     Raises:
-      TranslationError: A statement has no rule, the results differ, or torch or the conversion raises an error.
+      TranslationError: A statement has no rule, or the results differ.
     """
-    try:
-        return _write(function, oracle, args, kwargs, examples)
-    except TranslationError:
-        raise
-    except Exception as error:  # torch, JAX and the user's code raise anything.
-        name = function.__name__
-        frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)][::-1]
-        raise TranslationError(
-            f"the source of {name} cannot be rewritten: it raised {type(error).__name__}: {_first_line(error)}. Pass "
-            f"arguments that torch accepts; if it does, use jaxfn.from_torch({name}), or write {name} for JAX and "
-            f"compare it by jaxfn.paritycheck{source_line(frames)}"
-        ) from error
-
-
-def _first_line(error: BaseException) -> str:
-    return (str(error).strip() or "no message").splitlines()[0].rstrip(".")
-
-
-def _write(
-    function: Any,
-    oracle: Callable[..., Any],
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    examples: Sequence[Sequence[Any]],
-) -> str:
-    """Does what `write_source` does, with any error."""
     flat = [Example.of(args, kwargs), *(Example.of(tuple(example), {}) for example in examples)]
     is_class = is_function_class(function)
     call = function.apply if is_class else function
