@@ -192,6 +192,20 @@ def test_strict_spellings_only_where_a_derivative_needs_them():
     np.testing.assert_array_equal(gradient(jnp.array([0.0, 2.0, -1.0])), [0.0, 1.0, -1.0])
 
 
+def celu_of(x):
+    return torch.nn.functional.celu(x, 1.3)
+
+
+@row("H17")
+def test_the_second_derivative_of_a_written_celu_is_that_of_torch_at_0():
+    ported = load(jaxfn.port(celu_of, normal(3, 4))).celu_of
+    x = torch.tensor([0.0, 2.0, -1.0], requires_grad=True)
+    (slope,) = torch.autograd.grad(celu_of(x).sum(), x, create_graph=True)
+    (expected,) = torch.autograd.grad(slope.sum(), x)
+    found = jax.grad(lambda x: jax.grad(lambda x: ported(x).sum())(x).sum())(jnp.asarray(x.detach().numpy()))
+    np.testing.assert_allclose(found, expected.numpy(), rtol=1e-5, atol=1e-7)
+
+
 @row("H17")
 def test_lines_that_no_example_reached_raise():
     text = source_of(samples.Branches, normal(3), "sin")

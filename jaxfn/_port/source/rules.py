@@ -89,7 +89,7 @@ clamp_max(input, max) => jnp.minimum({input}, {max}) => CLAMP({input}, high={max
 """.replace("CLAMP", CLAMP.__name__)
 
 ACTIVATIONS = """
-celu(input, alpha=1.0) => jax.nn.celu({input}, {alpha?})
+celu(input, alpha=1.0) => jax.nn.celu({input}, {alpha?}) => elu({input}, {alpha:1.0}, 1 / {alpha:1.0})
 elu(input, alpha=1.0) => jax.nn.elu({input}, {alpha?}) => elu({input}, {alpha?})
 gelu(input, approximate: "tanh") => jax.nn.gelu({input})
 gelu(input, approximate: "none") => jax.nn.gelu({input}, approximate=False)
