@@ -396,10 +396,10 @@ def _imported(node: ast.AST, value: Any) -> dict[str, Any]:
     scope: dict[str, Any] = {}
     for n in ast.walk(node):
         if isinstance(n, ast.Import):
-            names = {
-                x.asname or x.name.partition(".")[0]: x.name if x.asname else x.name.partition(".")[0] for x in n.names
-            }
-            scope |= {name: sys.modules[path] for name, path in names.items() if path in sys.modules}
+            for x in n.names:
+                path = x.name if x.asname else x.name.partition(".")[0]
+                if path in sys.modules:
+                    scope[x.asname or path] = sys.modules[path]
         elif isinstance(n, ast.ImportFrom):
             path = importlib.util.resolve_name(f"{'.' * n.level}{n.module or ''}", package)
             module = sys.modules.get(path)
@@ -569,9 +569,8 @@ def _constant_text(name: str, found: _Denoted, file: SourceFile, where: str) -> 
     classes: dict[str, type] = {}
     kind = type(found.value)
     if is_user_class(kind) and hasattr(found.value, "__dict__") and _fields(found.value) is None:
-        state = _keywords(
-            name, vars(found.value), where, classes
-        )  # The constructor ran before torch code was observed.
+        # The constructor ran before torch code was observed.
+        state = _keywords(name, vars(found.value), where, classes)
         classes[kind.__name__] = kind
         return f"{name} = object.__new__({kind.__name__})\nvars({name}).update({state})", classes
     return f"{name} = {_literal(name, found.value, where, classes)}", classes
@@ -597,11 +596,7 @@ def _literal(name: str, value: Any, where: str, classes: dict[str, type]) -> str
         return f"({items}{',' * (len(value) == 1)})" if isinstance(value, tuple) else f"[{items}]"
     if isinstance(value, dict):
         return f"{{{', '.join(f'{_key(k)}: {_literal(name, v, where, classes)}' for k, v in value.items())}}}"
-    kind = (
-        f"{type(value).__name__} of {value.numel()} elements"
-        if isinstance(value, torch.Tensor)
-        else type(value).__name__
-    )
+    kind = type(value).__name__ + (f" of {value.numel()} elements" if isinstance(value, torch.Tensor) else "")
     raise TranslationError(
         f"the source of {where} cannot be rewritten: {name} is a {kind} outside the function. Pass it as an argument"
     )
@@ -630,9 +625,8 @@ def _array_text(value: torch.Tensor) -> str:
     text = np.array2string(array, separator=",", threshold=array.size + 1, floatmode="unique")
     text = re.sub(r"\.(?!\d)", ".0", re.sub(r"\s+", "", text)).replace(",", ", ")
     numbers = re.sub(r"(nan|inf)", r"np.\1", text)
-    return (
-        f"np.array({numbers}, {'jnp.bfloat16' if name == 'bfloat16' else 'bool' if name == 'bool' else f'np.{name}'})"
-    )
+    dtype = {"bfloat16": "jnp.bfloat16", "bool": "bool"}.get(name, f"np.{name}")
+    return f"np.array({numbers}, {dtype})"
 
 
 def _key(value: Any) -> str:
