@@ -74,11 +74,12 @@ def _is_about_arguments(error: Exception) -> bool:
 
 def _torch_hint(error: Exception) -> str:
     """Returns what to do where an error looks like that of torch code that was passed JAX arrays."""
-    for frame, _ in traceback.walk_tb(error.__traceback__):
+    is_about_types = isinstance(error, (TypeError, AttributeError))
+    for frame, _ in traceback.walk_tb(error.__traceback__) if is_about_types else ():
         name, scope = frame.f_code.co_name, frame.f_globals
         uses_torch = any(isinstance(value, ModuleType) and value.__name__ == "torch" for value in scope.values())
         is_users = scope.get("__name__", "").partition(".")[0] not in _LIBRARIES
-        if is_users and uses_torch and isinstance(error, (TypeError, AttributeError)):
+        if is_users and uses_torch:
             return f"\n  {name} was called with JAX arrays. Of torch code, name a conversion: jaxfn.from_torch({name})."
     return ""
 
