@@ -289,7 +289,9 @@ def from_custom_vjp(
 
 
 def _conjugate(gradient: Any) -> Any:
-    """Converts between torch's gradients and JAX's cotangents, each the conjugate of the other."""
+    """Converts between torch's gradients and JAX's cotangents, each the conjugate of the other and maybe a number."""
+    if isinstance(gradient, (float, complex)):
+        gradient = jnp.asarray(gradient)
     return jnp.conj(gradient) if jnp.iscomplexobj(gradient) else gradient
 
 

@@ -290,6 +290,8 @@ def test_a_function_of_fwd_and_bwd():
     rounded.defvjp(lambda x: (jnp.round(x.value), None), lambda _, g: (g,), symbolic_zeros=True)
     with pytest.raises(NotImplementedError, match="takes symbolic zeros"):
         jaxfn.from_custom_vjp(rounded)
+    number = jaxfn.from_custom_vjp(lambda x: 2 * x["a"], lambda x: (2 * x["a"], None), lambda _, g: ({"a": 2.0},))
+    assert float(jax.grad(number)({"a": x[1]})["a"]) == 2
     short = jaxfn.from_custom_vjp(lambda x, w: x * w, lambda x, w: (x * w, w), lambda w, g: (g * w,))
     with pytest.raises(RuntimeError, match=r"expected 2 .*, got 1.*\n.* is at .*test_functional_forms.py"):
         jax.grad(short)(x[0], x[1])
