@@ -16,77 +16,15 @@ import torch._library.autograd
 import torch.library
 import torch.utils.checkpoint
 from torch._decomp import core_aten_decompositions, decomposition_table
-from torch._subclasses.fake_tensor import (
-    DataDependentOutputException,
-    DynamicOutputShapeException,
-    FakeTensor,
-    FakeTensorMode,
-    UnsupportedOperatorException,
-)
+from torch._subclasses.fake_tensor import DataDependentOutputException as DataDependentOutputException
+from torch._subclasses.fake_tensor import DynamicOutputShapeException as DynamicOutputShapeException
+from torch._subclasses.fake_tensor import FakeTensor
+from torch._subclasses.fake_tensor import FakeTensorMode as FakeTensorMode
+from torch._subclasses.fake_tensor import UnsupportedOperatorException as UnsupportedOperatorException
 from torch._subclasses.functional_tensor import FunctionalTensor, FunctionalTensorMode
 from torch.fx._lazy_graph_module import _LazyGraphModule  # pyright: ignore[reportPrivateUsage]
-from torch.utils._python_dispatch import (
-    TorchDispatchMode,
-    _disable_current_modes,  # pyright: ignore[reportPrivateUsage]
-)
-
-__all__ = [
-    "APPLY_CLASS",
-    "BELOW_FUNCTIONALIZATION",
-    "CAUSAL_MASK_DETECTION",
-    "CLAMP_SPLITS_TIES",
-    "CUSTOM_OP_AUTOGRAD",
-    "FAKE_IMPLEMENTATIONS",
-    "FAKE_TENSOR_LOG",
-    "GRAD_PREPROCESS",
-    "HAS_COMPILED_APPLY",
-    "LINEAR_CROSS_ENTROPY",
-    "OPERATION_TYPES",
-    "PACK",
-    "PAD",
-    "PARAMETER_FLAG",
-    "SCRIPT_TYPES",
-    "SOLVE_FACTORS_TRANSPOSE",
-    "CheckpointFunction",
-    "DataDependentOutputException",
-    "DynamicOutputShapeException",
-    "FakeTensor",
-    "FakeTensorMode",
-    "FunctionMeta",
-    "FunctionalTensor",
-    "FunctionalTensorMode",
-    "LazyGraphModule",
-    "TorchDispatchMode",
-    "UnsupportedOperatorException",
-    "accumulation_hooks",
-    "any_requires_grad",
-    "decompose",
-    "decompositions",
-    "find_operation",
-    "global_backward_hooks",
-    "global_forward_hooks",
-    "gradient_hooks",
-    "has_cuda_only_backward",
-    "has_registered_backward",
-    "interpret_script",
-    "is_accumulating",
-    "is_below_autograd",
-    "is_composite",
-    "is_custom",
-    "make_wrapper",
-    "module_backward_hooks",
-    "original_apply",
-    "plain_torch",
-    "python_kernel",
-    "saved_values",
-    "script_attributes",
-    "storage_id",
-    "takes_boxed_gradients",
-    "tensor_dicts",
-    "to_functional",
-    "without_functions",
-    "without_modes",
-]
+from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
+from torch.utils._python_dispatch import _disable_current_modes  # pyright: ignore[reportPrivateUsage]
 
 without_modes = _disable_current_modes  # Disables `TorchDispatchMode`s (2.8 to 2.15).
 
