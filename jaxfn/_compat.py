@@ -107,7 +107,6 @@ def make_primitive(
     avals: Callable[..., Sequence[Any]] | None = None,
     effects: Callable[..., Collection[Any]] | None = None,
     transpose: Callable[..., Sequence[Any]] | None = None,
-    partial_eval_in_checkpoint: Callable[..., Any] | None = None,
     on_transpose_error: Callable[[Exception], None] | None = None,
     runs_user_code: bool = False,
 ) -> Primitive:
@@ -125,7 +124,6 @@ def make_primitive(
       effects: `effects(**params)` returns the effects of `evaluate`. Default: none.
       transpose: `transpose(cotangents, *operands, **params)`, with `None` for the linear operands, returns a cotangent
         for each operand.
-      partial_eval_in_checkpoint: JAX's rule for `jax.checkpoint`. Default: JAX's own.
       on_transpose_error: Called with an exception that `transpose` raises.
       runs_user_code: Whether `evaluate` is traced to be lowered, and may use the names of vmap axes. Otherwise it is an
         identity.
@@ -184,8 +182,6 @@ def make_primitive(
 
         ad.primitive_transposes[primitive] = transpose_rule
 
-    if partial_eval_in_checkpoint is not None:
-        partial_eval.partial_eval_jaxpr_custom_rules[primitive] = partial_eval_in_checkpoint
     return primitive
 
 

@@ -3,60 +3,16 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, cast
 
 import torch
 
-from jaxfn._compat import VmapAxis, make_primitive
 from jaxfn._torch._compat import OPERATION_TYPES, plain_torch, saved_values, without_functions
 from jaxfn._torch.graph.source_lines import source_line
-from jaxfn._torch.graph.targets import JaxCall
 from jaxfn._torch.trace.autograd_nodes import HOOKED
 from jaxfn._torch.trace.state import TraceState
 from jaxfn._torch.values.errors import TranslationError
-
-
-def _drop_tangent_unless(array: Any, perturbed_by: Any) -> Any:
-    """Returns the array; its tangent is symbolically zero wherever that of `perturbed_by` is.
-
-    A `jax.custom_vjp` gives a derivative to all that it returns as soon as one of its inputs is differentiated.
-    `jax.checkpoint` saves the result, so that the operations that compute it are in the program once.
-    """
-    return _drop_tangent_p.bind(array, perturbed_by)[0]
-
-
-def _evaluate(array: Any, perturbed_by: Any) -> list[Any]:
-    return [array]
-
-
-def _jvp(primals: Sequence[Any], tangents: Sequence[Any]) -> tuple[list[Any], list[Any]]:
-    return _drop_tangent_p.bind(*primals), [None if tangents[1] is None else tangents[0]]
-
-
-def _batch(axis: VmapAxis, operands: Sequence[Any], dims: Sequence[Any]) -> tuple[list[Any], Sequence[Any]]:
-    return _drop_tangent_p.bind(*operands), dims[:1]
-
-
-def _partial_eval(
-    _policy: Any, unknowns_in: Sequence[bool], available_in: Sequence[bool], eqn: Any
-) -> tuple[Any, Any, Sequence[bool], Sequence[bool], list[Any]]:
-    if not any(unknowns_in):
-        return eqn, None, [False], [False], []
-    unavailable = [v for v, is_available in zip(eqn.invars, available_in, strict=True) if not is_available]
-    return None, eqn, [True], [True], unavailable
-
-
-_drop_tangent_p = make_primitive(
-    "drop_tangent_unless", evaluate=_evaluate, jvp=_jvp, batch=_batch, partial_eval_in_checkpoint=_partial_eval
-)
-_DROP_TANGENT_UNLESS = JaxCall(_drop_tangent_unless, "drop_tangent_unless")
-
-
-def drop_tangent(state: TraceState, tensor: torch.Tensor, perturbed_by: torch.Tensor) -> torch.Tensor:
-    """Returns a tensor, below functionalization, whose derivative is dropped unless `perturbed_by` has one."""
-    fake = state.recorder.make_fake(tensor.shape, tensor.dtype)
-    return state.recorder.record_call(_DROP_TANGENT_UNLESS, (state.lower(tensor), state.lower(perturbed_by)), {}, fake)
 
 
 def apply_hook(
@@ -74,9 +30,7 @@ def apply_hook(
     body = {"forward": staticmethod(forward), "backward": staticmethod(backward)}
     name = f"hook {getattr(hook, '__qualname__', type(hook).__name__)}"
     function: Any = type(name, (torch.autograd.Function,), body)
-    tensor = function.apply(tensor)
-    state.recorder.set_node(state.lower(tensor), drop_tangent(state, tensor, tensor))
-    return tensor
+    return function.apply(tensor)
 
 
 def register_hook(state: TraceState, original: Any, tensor: torch.Tensor, hook: Any) -> Any:
