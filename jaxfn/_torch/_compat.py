@@ -22,7 +22,6 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch._subclasses.fake_tensor import FakeTensorMode as FakeTensorMode
 from torch._subclasses.fake_tensor import UnsupportedOperatorException as UnsupportedOperatorException
 from torch._subclasses.functional_tensor import FunctionalTensor, FunctionalTensorMode
-from torch.fx._lazy_graph_module import _LazyGraphModule  # pyright: ignore[reportPrivateUsage]
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 from torch.utils._python_dispatch import _disable_current_modes  # pyright: ignore[reportPrivateUsage]
 
@@ -30,8 +29,6 @@ without_modes = _disable_current_modes  # Disables `TorchDispatchMode`s (2.8 to 
 
 # Disables `__torch_function__` (2.8 to 2.15).
 without_functions = torch._C.DisableTorchFunction  # pyright: ignore[reportPrivateUsage]
-
-LazyGraphModule = _LazyGraphModule  # Generates its code only if that is read (2.8 to 2.15).
 
 # The key of torch's FakeTensorMode, which runs below all other modes (2.8 to 2.15).
 BELOW_FUNCTIONALIZATION = torch._C._TorchDispatchModeKey.FAKE  # pyright: ignore

@@ -78,7 +78,7 @@ def run_all(samples: Sequence[Sample]) -> list[Any]:
 
     def everything(arrays: Any) -> Any:
         key = jax.random.key(0)
-        return [TranslatedGraph(s.graph_module).run(inputs, key=key) for s, inputs in zip(samples, arrays, strict=True)]
+        return [TranslatedGraph(s.recorded).run(inputs, key=key) for s, inputs in zip(samples, arrays, strict=True)]
 
     arrays = [[to_jax(tensor) for tensor in s.tensors] for s in samples]
     return jax.jit(everything, compiler_options=QUICK)(arrays)
@@ -242,7 +242,7 @@ def test_derivative_of_the_translation_matches_torch(name: str, dtype: Any) -> N
             for index, array in zip(varied, inputs, strict=True):
                 filled[index] = array
             leaves = jax.tree_util.tree_leaves(
-                TranslatedGraph(tested.graph_module).run(filled), is_leaf=lambda x: x is None
+                TranslatedGraph(tested.recorded).run(filled), is_leaf=lambda x: x is None
             )
             return [leaves[i] for i in selected]
 

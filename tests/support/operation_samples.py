@@ -55,7 +55,7 @@ class Sample(NamedTuple):
       function: the call, of tensors.
       tensors: its arguments.
       process: what torch's own tests do to results that are not unique, such as eigenvectors; or None.
-      graph_module: the traced call, or None if it cannot be traced.
+      recorded: the traced call, or None if it cannot be traced.
       missing: the operations in it that have no translation.
       error: what was raised while it was traced, or None.
     """
@@ -64,7 +64,7 @@ class Sample(NamedTuple):
     function: Callable[..., Any]
     tensors: Sequence[Any]
     process: Callable[[Any], Any] | None
-    graph_module: Any
+    recorded: Any
     missing: Sequence[str]
     error: Exception | None = None
 
@@ -80,7 +80,7 @@ class Sample(NamedTuple):
     @property
     def entries(self) -> set[str]:
         """The table's entries that the translation uses."""
-        nodes = self.graph_module.graph.nodes if self.graph_module is not None else ()
+        nodes = self.recorded.graph.nodes if self.recorded is not None else ()
         names = (operation_name(node.target) for node in nodes if hasattr(node.target, "_schema"))
         return {entry for entry in map(entry_name, names) if entry is not None}
 
@@ -170,11 +170,11 @@ def cotangent(result: Any) -> Any:
 def sample(label: str, function: Callable[..., Any], tensors: Sequence[Any], process: Any = None) -> Sample:
     """A call, traced."""
     try:
-        graph_module = trace(function, tensors)
-        missing = [entry.operation for entry in TranslatedGraph(graph_module).unsupported]
+        recorded = trace(function, tensors)
+        missing = [entry.operation for entry in TranslatedGraph(recorded).unsupported]
     except Exception as error:
         return Sample(label, function, tensors, process, None, [], error)
-    return Sample(label, function, tensors, process, graph_module, missing)
+    return Sample(label, function, tensors, process, recorded, missing)
 
 
 def trace(function: Callable[..., Any], tensors: Sequence[Any]) -> Any:
@@ -192,11 +192,10 @@ def _traced(function: Callable[..., Any], tensors: Sequence[Any]) -> Any:
             function(*(tracing.add_input(*tensor_spec(tensor)) for tensor in tensors)), torch.is_tensor
         )
         values = [tracing.lower(tensor) for tensor in outputs.leaves]
-    graph_module = tracing.finish(values)
-    node = graph_module.graph.output_node()
+    recorded = tracing.finish(values)
+    node = recorded.graph.output_node()
     node.args = (unflatten_tensors(outputs.template, node.args[0]),)
-    graph_module.recompile()
-    return graph_module
+    return recorded
 
 
 @contextlib.contextmanager

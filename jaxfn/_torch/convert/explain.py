@@ -42,9 +42,11 @@ class ExplainedMethod:
         if traced is not None:
             self.reads = [*traced.reads, *traced.skipped, *traced.numbers]
             self.functions = _count_applied_functions(traced.functions)
-            nodes = traced.graph_module.graph.nodes
-            self.graph = str(traced.graph_module.graph).strip()
-            self.operations = sorted({operation_name(node.target) for node in nodes if node.op == "call_function"})
+            graph = traced.recorded.graph
+            self.graph = str(graph).strip()
+            self.operations = sorted(
+                {operation_name(node.target) for node in graph.nodes if node.op == "call_function"}
+            )
             self.unsupported = traced.unsupported
             self.draws = traced.draws
 

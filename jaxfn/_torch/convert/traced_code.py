@@ -28,7 +28,6 @@ from jaxfn._torch.graph.reads import (
     NO_VALUES,
     Answerer,
     CallValues,
-    GraphSoFar,
     NoValues,
     are_concrete,
     first_answers,
@@ -94,6 +93,7 @@ class TracedCode:
       results: The tensors that the graph returns.
 
     Attributes:
+      recorded: The graph.
       uses_double: Whether it computes in float64 or complex128.
       reads_external_values: Whether the code read values of external tensors, which may change.
       reads_identity: Whether the code, of a nested Function, read the `id` or the hash of a module's tensor.
@@ -117,8 +117,8 @@ class TracedCode:
         self.code = code
         self.method = method
         self._num_results = len(results)
-        self.graph_module = state.finish(results)
-        nodes = [node for node in self.graph_module.graph.nodes if node.op == "call_function"]
+        self.recorded = state.finish(results)
+        nodes = [node for node in self.recorded.graph.nodes if node.op == "call_function"]
         self.draws = any(draws_random_numbers(node.target) for node in nodes)
         self.uses_double = any(_is_double(node.meta.get("val")) for node in nodes)
         self.reads_external_values = state.recorder.reads_external_values
@@ -136,7 +136,7 @@ class TracedCode:
         self.numbers = [entry for number, entry in state.recorder.numbers if entry.line and not number.is_read]
         state.recorder.numbers.clear()
         externals_inside = [tensor for function in self.functions for tensor in function.externals]
-        translation = TranslatedGraph(self.graph_module, code.config.replacements.operations, externals_inside)
+        translation = TranslatedGraph(self.recorded, externals_inside)
         self.externals = translation.externals
         self._unsupported = translation.unsupported
         self._constants = translation.constants
@@ -205,7 +205,7 @@ class TracedCode:
 
     def compute_reads(self, arrays: Sequence[Any], key: Any) -> list[Any]:
         """Returns what the reads give for these arrays."""
-        inputs = arrays[: len(self._graph.inputs)]
+        inputs = arrays[: len(self.recorded.inputs)]
         run = self._run if self._can_compile(inputs) else self._run_by_operations
         return run(inputs, key, self._constants())[self._num_results :]
 
@@ -227,18 +227,11 @@ class TracedCode:
                 self._check_indices(extremes)
                 return results, answers
         values = CallValues(arrays, key, known, outside_trace, self.knows_sizes, self.reads_numbers)
-        answers = values.first_answers(self._graph, self.reads)
+        answers = values.first_answers(self.recorded, self.reads)
         if not self.begins_with(answers):
             return None, answers
         self._was_valid = True
         return self.run_graph(arrays, key, values.values), answers
-
-    @property
-    def _graph(self) -> GraphSoFar:
-        nodes = self.graph_module.graph.nodes
-        constants = {str(x.target): getattr(self.graph_module, str(x.target)) for x in nodes if x.op == "get_attr"}
-        inputs = [x for x in nodes if x.op == "placeholder"]
-        return GraphSoFar(self.graph_module.graph, inputs, constants, self.code.config.replacements.operations)
 
     def begins_with(self, answers: Sequence[np.ndarray[Any, Any]]) -> bool:
         """Whether these are the answers to the first reads."""
@@ -283,8 +276,9 @@ def _run_with_checks(
     known: Mapping[torch.fx.Node, Any] | None = None,
 ) -> tuple[Sequence[Any], jax.Array, Mapping[int, Any]]:
     """Returns the graph's results, the bytes of what was read, and the extremes of indices."""
-    outputs, extremes = translation.run(arrays, key, constants, returns_extremes=True, known=known)
-    return outputs[:num_results], to_bytes(outputs[num_results:]), extremes
+    values = translation.evaluate(known or {}, arrays, key, constants)
+    outputs = translation.outputs(values)
+    return outputs[:num_results], to_bytes(outputs[num_results:]), translation.extremes(values)
 
 
 def missing_key_message(where: str, code: TorchCode) -> str:
@@ -629,12 +623,8 @@ class TracedForward(TracedCode):
         """
         if self.is_in_own_backward:
             return set(range(len(self.input_specs)))
-        placeholders = [node for node in self.graph_module.graph.nodes if node.op == "placeholder"]
-        used = (
-            {i for i, node in enumerate(placeholders) if node.users}
-            | set(self.mutated)
-            | self.inputs_read_by_backward()
-        )
+        of_forward = {i for i, node in enumerate(self.recorded.inputs) if node.users}
+        used = of_forward | set(self.mutated) | self.inputs_read_by_backward()
         backward = self.full_backward()
         if backward is not None:
             with_gradient = {i for i, gradient in enumerate(backward.returned) if slots(gradient)}
@@ -662,8 +652,7 @@ class TracedForward(TracedCode):
         backward = self.full_backward()
         if backward is None:
             return set()
-        of_backward = [node for node in backward.graph_module.graph.nodes if node.op == "placeholder"]
-        return {i for i, node in zip(saved, of_backward, strict=False) if node.users}
+        return {i for i, node in zip(saved, backward.recorded.inputs, strict=False) if node.users}
 
     def set_backward_error(self, error: TranslationError) -> None:
         """Makes differentiation of the call raise this error."""

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 import torch
 from jax import lax
-from torch.fx import GraphModule, Node
+from torch.fx import Graph, Node
 
 from jaxfn._observe import OBSERVATION, Observation, line_name
 from jaxfn._torch._compat import plain_torch
@@ -35,7 +35,7 @@ from jaxfn._torch.graph.int64 import (
 )
 from jaxfn._torch.graph.numbers import to_operand
 from jaxfn._torch.graph.source_lines import Line
-from jaxfn._torch.graph.targets import JaxCall, OperationMap, key_by_name, operation_name
+from jaxfn._torch.graph.targets import JaxCall, operation_name
 from jaxfn._torch.operations import TABLE, Operation, entry_name, half_to_single, is_half, unsupported_reason
 from jaxfn._torch.values.arrays import jax_dtype, to_numpy
 from jaxfn._torch.values.errors import TranslationError
@@ -60,14 +60,32 @@ class Unsupported(NamedTuple):
     callable: str | None = None
 
 
+class RecordedGraph(NamedTuple):
+    """What a `Recorder` has recorded, perhaps while it goes on.
+
+    Attributes:
+      graph: Functional ATen operations, with results and source lines in the nodes' meta.
+      constants: The tensors that are not inputs, by the targets of their nodes.
+      replacements: The JAX functions that replace operations, by the operations' names.
+    """
+
+    graph: Graph
+    constants: Mapping[str, torch.Tensor]
+    replacements: Mapping[str, Callable[..., Any]]
+
+    @property
+    def inputs(self) -> list[Node]:
+        """The nodes of the inputs, in order."""
+        return list(self.graph.find_nodes(op="placeholder"))
+
+
 class TranslatedGraph:
     """A graph, with the implementation of each of its operations.
 
     Args:
-      graph_module: The graph from `Recorder.finish`: functional ATen operations, with results and source lines in the
-        nodes' meta. Its output needs all of them.
-      ops: JAX functions that replace torch operations.
+      recorded: The graph.
       externals_inside: The external tensors that Functions inside read.
+      nodes: The nodes to evaluate. Default: all, from `Recorder.finish`, whose output needs them.
 
     Attributes:
       unsupported: The operations that have no translation, in order, each with the line that called it.
@@ -76,37 +94,35 @@ class TranslatedGraph:
     """
 
     def __init__(
-        self, graph_module: GraphModule, ops: OperationMap | None = None, externals_inside: Sequence[torch.Tensor] = ()
+        self,
+        recorded: RecordedGraph,
+        externals_inside: Sequence[torch.Tensor] = (),
+        nodes: Sequence[Node] | None = None,
     ) -> None:
-        replacements = key_by_name(ops)
-        self._graph_module = graph_module
-        calls: list[_ImplementedStep] = []
-        for step in steps(graph_module):
-            operation = find_implementation(step.node, replacements) if step.node.op == "call_function" else None
-            calls.append(_ImplementedStep(step, operation))
-        self._make_segments = _make_segments(calls)
-        self._output = calls[-1].step
-        self.indices = [indices for call in calls for indices in _indices_of(call)]
-        constants = [call.step.node for call in calls if call.step.node.op == "get_attr"]
+        steps = [_make_step(node, recorded.replacements) for node in (recorded.graph.nodes if nodes is None else nodes)]
+        self._segments = _make_segments(steps)
+        self._output = steps[-1]
+        self.indices = [indices for step in steps for indices in _indices_of(step)]
+        constants = [step.node for step in steps if step.node.op == "get_attr"]
+        tensors = {node: recorded.constants[str(node.target)] for node in constants}
         self._constants = sorted(constants, key=lambda node: node.meta["is_external"])  # Local ones come first.
-        tensors = [getattr(graph_module, str(x.target)) for x in self._constants if x.meta["is_external"]]
-        self.externals = [*{id(x): x for x in (*tensors, *externals_inside)}.values()]
-        limits = {node: _magnitude(getattr(graph_module, str(node.target))) for node in self._constants}
+        self._local_tensors = [tensors[x] for x in self._constants if not x.meta["is_external"]]
+        external_tensors = [tensors[x] for x in self._constants if x.meta["is_external"]]
+        self.externals = [*{id(x): x for x in (*external_tensors, *externals_inside)}.values()]
+        limits = {node: _magnitude(tensor) for node, tensor in tensors.items()}
         magnitudes = {node: limit for node, limit in limits.items() if limit is not None}
-        sequence = [call.step for call in calls]
-        self._with_large_integers = {step.node for step in sequence if step.has_large_integers}
-        self._conservative_bounds = magnitude_bounds(sequence, magnitudes, CONSERVATIVE)
-        self._typical_bounds = magnitude_bounds(sequence, magnitudes, TYPICAL)
-        missing = (call.operation for call in calls if isinstance(call.operation, Unsupported))
+        self._with_large_integers = {step.node for step in steps if step.has_large_integers}
+        self._conservative_bounds = magnitude_bounds(steps, magnitudes, CONSERVATIVE)
+        self._typical_bounds = magnitude_bounds(steps, magnitudes, TYPICAL)
+        missing = (step.operation for step in steps if isinstance(step.operation, Unsupported))
         self.unsupported: list[Unsupported] = list(dict.fromkeys(missing))
 
     @cached_property
     def _local_constants(self) -> list[Any]:
         """The values of the tensors that the code created itself, which no later call changes."""
-        nodes = [node for node in self._constants if not node.meta["is_external"]]
         # Outside traces and meshes: `jnp.asarray` would commit them to the mesh that is set here (JAX 0.12).
         with jax.ensure_compile_time_eval():
-            return [_constant(getattr(self._graph_module, str(node.target)), jax.device_put) for node in nodes]
+            return [_constant(tensor, jax.device_put) for tensor in self._local_tensors]
 
     def constants(self) -> list[Any]:
         """Returns the values of the tensors that are not inputs: local ones, then the current ones of `externals`.
@@ -117,23 +133,13 @@ class TranslatedGraph:
         externals = [passed[id(x)] if id(x) in passed else _constant(x) for x in self.externals]
         return [*self._local_constants, *externals]
 
-    def run(
-        self,
-        inputs: Sequence[Any],
-        key: Any = None,
-        constants: Sequence[Any] | None = None,
-        *,
-        returns_extremes: bool = False,
-        known: Mapping[Node, Any] | None = None,
-    ) -> Any:
+    def run(self, inputs: Sequence[Any], key: Any = None, constants: Sequence[Any] | None = None) -> Any:
         """Computes the outputs of the graph for JAX arrays.
 
         Args:
           inputs: One JAX array for each placeholder, in order.
           key: A JAX random key, for graphs that draw random numbers.
           constants: The result of `constants()`. Default: its current result.
-          returns_extremes: Whether to also return the smallest and the largest of each of `indices`, by its position.
-          known: The values of nodes that have been computed.
 
         Returns:
           The graph's result, with the structure and dtypes that torch recorded (dtypes under the x64 setting).
@@ -141,48 +147,51 @@ class TranslatedGraph:
         Raises:
           TranslationError: An operation has no translation, or random numbers are drawn without a key.
         """
-        if self.unsupported:
-            raise TranslationError(unsupported_message(self.unsupported))
-        values = self.evaluate(known or {}, inputs, key, constants)
-        outputs = self._to_int32(self._output, _substitute(self._output.arguments, values))[0]
+        return self.outputs(self.evaluate({}, inputs, key, constants))
+
+    def outputs(self, values: Mapping[Node, Any]) -> Any:
+        """Returns the graph's result from the values of all nodes."""
+        return self._to_int32(self._output, _substitute(self._output.arguments, values))[0]
+
+    def extremes(self, values: Mapping[Node, Any]) -> dict[int, tuple[jax.Array, jax.Array]]:
+        """Returns the smallest and the largest of each of `indices`, by its position."""
         found = enumerate(saturate_to_int32(values.get(indices.node)) for indices in self.indices)
-        arrays = {i: x for i, x in found if isinstance(x, jax.Array) and x.size}
-        extremes = {i: (x.min(), x.max()) for i, x in arrays.items() if returns_extremes}
-        return (outputs, extremes) if returns_extremes else outputs
+        return {i: (x.min(), x.max()) for i, x in found if isinstance(x, jax.Array) and x.size}
 
     def evaluate(
         self, known: Mapping[Node, Any], inputs: Sequence[Any], key: Any, constants: Sequence[Any] | None = None
     ) -> dict[Node, Any]:
         """Returns the values of all nodes, from those that are known; see `run`."""
+        if self.unsupported:
+            raise TranslationError(unsupported_message(self.unsupported))
         constants = self.constants() if constants is None else constants
         # Behind the constants of this graph are those of the Functions inside.
         values: dict[Node, Any] = {**known, **dict(zip(self._constants, constants, strict=False))}
         remaining = iter(inputs)
         with _PASSED.passing(self.externals, constants[len(self._local_constants) :]):
-            for segment in self._make_segments:
+            for segment in self._segments:
                 if segment.is_recomputed:
                     recomputed = jax.checkpoint(partial(self._evaluate_segment, segment, values, key))
                     values |= zip(segment.results, recomputed(), strict=True)
                     continue
-                for call in segment.calls:
-                    node = call.step.node
+                for step in segment.steps:
+                    node = step.node
                     if node.op == "placeholder":
                         values[node] = _cast_as_recorded(next(remaining), node)
                     elif node.op == "call_function" and node not in values:
-                        values[node] = self._evaluate(call, values, key)
+                        values[node] = self._evaluate(step, values, key)
         return values
 
     def _evaluate_segment(self, segment: _Segment, values_before: Mapping[Node, Any], key: Any) -> list[Any]:
         values = dict(values_before)
-        for call in segment.calls:
-            if call.step.node.op == "call_function":
-                values[call.step.node] = self._evaluate(call, values, key)
+        for step in segment.steps:
+            if step.node.op == "call_function":
+                values[step.node] = self._evaluate(step, values, key)
         return [values[node] for node in segment.results]
 
-    def _evaluate(self, call: _ImplementedStep, values: Mapping[Node, Any], key: Any) -> Any:
+    def _evaluate(self, step: Step, values: Mapping[Node, Any], key: Any) -> Any:
         """Evaluates an operation."""
-        step, operation = call.step, cast(Operation, call.operation)
-        node = step.node
+        node, operation = step.node, cast(Operation, step.operation)
         if "largest_number" in node.meta:  # Numbers are computed in 64 bits, as by Python.
             with jax.enable_x64(True):
                 return operation.function(*_substitute(step.arguments, values))
@@ -197,7 +206,7 @@ class TranslatedGraph:
                 raise TranslationError(f"{operation_name(node.target)}{_line(node)} draws random numbers: pass `key=`")
             arguments = (jax.random.fold_in(key, node.meta["num_drawn"]), *arguments)
         if _is_x64_off() and self._needs_int64(step, leaves):
-            return self._run_with_int64(call, arguments, options)
+            return self._run_with_int64(step, arguments, options)
         with _line_scope(node):
             return _cast_as_recorded(operation.function(*arguments, **options), node)
 
@@ -207,9 +216,9 @@ class TranslatedGraph:
         grows = is_large and may_grow(short_name(operation_name(step.node.target)))
         return grows or step.node in self._with_large_integers or any(map(is_int64, operands))
 
-    def _run_with_int64(self, call: _ImplementedStep, arguments: Any, options: Any) -> Any:
+    def _run_with_int64(self, step: Step, arguments: Any, options: Any) -> Any:
         """Evaluates an operation on int64 arrays. A replacement gets int32, since it also runs elsewhere."""
-        step, operation = call.step, cast(Operation, call.operation)
+        operation = cast(Operation, step.operation)
         if step.node.target is operator.getitem:
             return operation.function(*arguments)
         if operation not in TABLE.values():
@@ -273,12 +282,12 @@ class Indices(NamedTuple):
     line: str
 
 
-def _indices_of(call: _ImplementedStep) -> Iterator[Indices]:
+def _indices_of(step: Step) -> Iterator[Indices]:
     """Yields the index tensors of a step, if torch checks their range and the table's implementation is used."""
-    step, name = call.step, operation_name(call.step.node.target)
+    name = operation_name(step.node.target)
     short, line = short_name(name), node_source_line(step.node) or name
     position = None if "_unsafe" in name or "_backward" in name else _INDEX_ARGUMENT.get(short)
-    if position is None or call.operation is not TABLE.get(entry_name(name) or ""):
+    if position is None or step.operation is not TABLE.get(entry_name(name) or ""):
         return
     at, shape = step.arguments[position], _results(step.arguments[0])[0].shape
     if short in ("index", "index_put"):  # With a mask among them the operation raises.
@@ -291,27 +300,20 @@ def _indices_of(call: _ImplementedStep) -> Iterator[Indices]:
         yield Indices(at, -size if short == "index_fill" else 0, size, line)
 
 
-class _ImplementedStep(NamedTuple):
-    """A step with its implementation (`None` for inputs and outputs)."""
-
-    step: Step
-    operation: Operation | Unsupported | None
-
-
 class _Segment(NamedTuple):
     """Consecutive steps, which differentiation may recompute, with the nodes that later steps use."""
 
     is_recomputed: bool
-    calls: list[_ImplementedStep]
+    steps: list[Step]
     results: list[Node]
 
 
-def _make_segments(calls: Sequence[_ImplementedStep]) -> list[_Segment]:
-    groups = [(key, list(group)) for key, group in groupby(calls, lambda call: call.step.node.meta.get("recomputed"))]
+def _make_segments(steps: Sequence[Step]) -> list[_Segment]:
+    groups = [(key, list(group)) for key, group in groupby(steps, lambda step: step.node.meta.get("recomputed"))]
     segments: list[_Segment] = []
     for key, group in groups:
-        segment_nodes = {call.step.node for call in group}
-        results = [x.step.node for x in group if key is not None and not segment_nodes.issuperset(x.step.node.users)]
+        segment_nodes = {step.node for step in group}
+        results = [x.node for x in group if key is not None and not segment_nodes.issuperset(x.node.users)]
         segments.append(_Segment(key is not None, group, results))
     return segments
 
@@ -332,11 +334,12 @@ def unsupported_message(entries: Sequence[Unsupported]) -> str:
 
 
 class Step(NamedTuple):
-    """A node and its arguments, with the schema's positional ones filled in."""
+    """A node, its arguments, with the schema's positional ones filled in, and its implementation, if it has one."""
 
     node: Node
     arguments: tuple[Any, ...]
     options: dict[str, Any]
+    operation: Operation | Unsupported | None
 
     @property
     def has_large_integers(self) -> bool:
@@ -366,9 +369,9 @@ def _large_integers(value: Any) -> list[int]:
     return list(filter(is_large, jax.tree_util.tree_leaves(value)))
 
 
-def steps(graph_module: GraphModule) -> Iterator[Step]:
-    """Returns the nodes with their arguments, in order."""
-    return (Step(node, *_schema_arguments(node)) for node in graph_module.graph.nodes)
+def _make_step(node: Node, replacements: Mapping[str, Callable[..., Any]]) -> Step:
+    operation = find_implementation(node, replacements) if node.op == "call_function" else None
+    return Step(node, *_schema_arguments(node), operation)
 
 
 def _schema_arguments(node: Node) -> tuple[tuple[Any, ...], dict[str, Any]]:

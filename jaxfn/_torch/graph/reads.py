@@ -10,9 +10,8 @@ answerer returns them:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
-from types import SimpleNamespace
 from typing import Any, NamedTuple, Protocol
 
 import jax
@@ -20,11 +19,11 @@ import jax.numpy as jnp
 import numpy as np
 import torch
 from jax import lax
-from torch.fx import Graph, Node
+from torch.fx import Node
 
 from jaxfn._reports import public
 from jaxfn._torch.graph.int64 import LARGEST, has_int64, saturate_to_int32
-from jaxfn._torch.graph.interpreter import TranslatedGraph, unsupported_message
+from jaxfn._torch.graph.interpreter import RecordedGraph, TranslatedGraph
 from jaxfn._torch.graph.source_lines import Line, format_line
 from jaxfn._torch.values.arrays import jax_dtype
 from jaxfn._torch.values.errors import DataDependentError, TranslationError
@@ -58,15 +57,6 @@ class Read(NamedTuple):
         return f"{format_line(self.line)}\n    ({self.kind}, {self.source} {answer}{hint})"
 
 
-class GraphSoFar(NamedTuple):
-    """A graph, perhaps while it is recorded, with its inputs, constants and replaced operations."""
-
-    graph: Graph
-    inputs: Sequence[Node]
-    constants: Mapping[str, torch.Tensor]
-    replacements: Mapping[str, Any]
-
-
 class Answerer(Protocol):
     """Answers the reads of a trace.
 
@@ -86,7 +76,7 @@ class Answerer(Protocol):
     ways_out: str
     skips_checks: bool
 
-    def answer(self, graph: GraphSoFar, node: Node, line: Line | None) -> np.ndarray[Any, Any] | None:
+    def answer(self, graph: RecordedGraph, node: Node, line: Line | None) -> np.ndarray[Any, Any] | None:
         """Returns the values of a node in the dtype that JAX has for it; `None` if they are unknown."""
         ...
 
@@ -104,7 +94,7 @@ class NoValues:
         self.ways_out = ways_out
         self.skips_checks = skips_checks
 
-    def answer(self, graph: GraphSoFar, node: Node, line: Line | None) -> None:
+    def answer(self, graph: RecordedGraph, node: Node, line: Line | None) -> None:
         return None
 
 
@@ -121,7 +111,7 @@ class AssumedValues:
     def __init__(self) -> None:
         self.reads: list[Read] = []
 
-    def answer(self, graph: GraphSoFar, node: Node, line: Line | None) -> np.ndarray[Any, Any]:
+    def answer(self, graph: RecordedGraph, node: Node, line: Line | None) -> np.ndarray[Any, Any]:
         tensor = node.meta["val"]
         is_false = tensor.dtype is torch.bool and not (line and line.text.startswith("assert"))
         answer = np.full(tuple(tensor.shape), not is_false).astype(jax_dtype(tensor.dtype))
@@ -167,14 +157,14 @@ class CallValues:
         self._outside_trace = outside_trace
         self.has_key = key is not None
 
-    def evaluate(self, graph: GraphSoFar, node: Node) -> Any:
+    def evaluate(self, graph: RecordedGraph, node: Node) -> Any:
         """Returns the array that a node computes."""
         if node not in self.values:
             with self._outside_trace():
                 self._evaluate(graph, node)
         return self.values[node]
 
-    def answer(self, graph: GraphSoFar, node: Node, line: Line | None) -> np.ndarray[Any, Any]:
+    def answer(self, graph: RecordedGraph, node: Node, line: Line | None) -> np.ndarray[Any, Any]:
         value = self.evaluate(graph, node)
         answer = one_answer(elements_under_vmaps(saturate_to_int32(value) if has_int64(value) else value), line)
         if node.meta["val"].dtype == torch.int64 and answer.dtype == np.int32 and (abs(answer) >= LARGEST).any():
@@ -188,7 +178,7 @@ class CallValues:
         self._known *= same_bits(known, answer)  # What follows was read after another answer.
         return answer
 
-    def first_answers(self, graph: GraphSoFar, reads: Sequence[Read]) -> list[np.ndarray[Any, Any]]:
+    def first_answers(self, graph: RecordedGraph, reads: Sequence[Read]) -> list[np.ndarray[Any, Any]]:
         """Returns what the reads of a trace give, up to the first that differs from the trace's answer."""
         found: list[np.ndarray[Any, Any]] = []
         for read in reads:
@@ -197,7 +187,7 @@ class CallValues:
                 break
         return found
 
-    def _evaluate(self, graph: GraphSoFar, node: Node) -> None:
+    def _evaluate(self, graph: RecordedGraph, node: Node) -> None:
         """Adds the values of a node and of all that it is computed from."""
         pending, needed = [node], set[Node]()
         while pending:
@@ -206,12 +196,8 @@ class CallValues:
                 needed.add(operand)
                 pending += operand.all_input_nodes
         nodes = [x for x in graph.graph.nodes if x in needed]
-        part: Any = SimpleNamespace(graph=SimpleNamespace(nodes=nodes), **graph.constants)
-        translation = TranslatedGraph(part, graph.replacements)
-        if translation.unsupported:
-            raise TranslationError(unsupported_message(translation.unsupported))
-        inputs = [self._inputs[graph.inputs.index(x)] for x in nodes if x.op == "placeholder"]
-        self.values |= translation.evaluate(self.values, inputs, self._key)
+        inputs = [array for x, array in zip(graph.inputs, self._inputs, strict=False) if x in needed]
+        self.values |= TranslatedGraph(graph, nodes=nodes).evaluate(self.values, inputs, self._key)
 
 
 def are_concrete(arrays: Iterable[Any]) -> bool:

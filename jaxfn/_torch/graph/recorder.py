@@ -34,7 +34,6 @@ from jaxfn._torch._compat import (
     DataDependentOutputException,
     DynamicOutputShapeException,
     FakeTensor,
-    LazyGraphModule,
     TorchDispatchMode,
     UnsupportedOperatorException,
     decompose,
@@ -42,8 +41,9 @@ from jaxfn._torch._compat import (
     plain_torch,
     storage_id,
 )
+from jaxfn._torch.graph.interpreter import RecordedGraph
 from jaxfn._torch.graph.numbers import TracedNumber, is_operand, item, map_numbers, numbers_in, read_number
-from jaxfn._torch.graph.reads import NO_VALUES, STAYS, Answerer, CallValues, GraphSoFar, Read, same_bits
+from jaxfn._torch.graph.reads import NO_VALUES, STAYS, Answerer, CallValues, Read, same_bits
 from jaxfn._torch.graph.shape_inference import ShapeInference
 from jaxfn._torch.graph.source_lines import Line, format_line, ops_hint, running_line, source_line
 from jaxfn._torch.graph.statements import running_purpose
@@ -204,7 +204,12 @@ class Recorder(TorchDispatchMode):
             return tensor
         return self._shapes.fake_like(tensor)
 
-    def finish(self, outputs: Iterable[torch.Tensor]) -> torch.fx.GraphModule:
+    @property
+    def recorded(self) -> RecordedGraph:
+        """The graph, as far as it is recorded."""
+        return RecordedGraph(self.graph, self.constants, self._replacements)
+
+    def finish(self, outputs: Iterable[torch.Tensor]) -> RecordedGraph:
         """Returns the graph with these outputs and then what was read, without unused nodes."""
         self.linked_storages.clear()
         self.visited_nodes.clear()
@@ -213,11 +218,8 @@ class Recorder(TorchDispatchMode):
         for node in reversed(self.graph.nodes):
             if not node.users and node.op not in ("placeholder", "output"):
                 self.graph.erase_node(node)
-        used = {node.target for node in self.graph.nodes if node.op == "get_attr"}
-        root = torch.nn.Module()
-        for name in used:
-            setattr(root, name, self.constants[name])
-        return LazyGraphModule(root, self.graph, class_name=self.name)
+        used = {str(node.target) for node in self.graph.find_nodes(op="get_attr")}
+        return self.recorded._replace(constants={name: self.constants[name] for name in used})
 
     def _check_reads_unchanged(self) -> None:
         """Raises if the code wrote to the NumPy array of a tensor that may be used later, as they share memory."""
@@ -546,10 +548,9 @@ class Recorder(TorchDispatchMode):
             return tensor
         node, line, purpose = self.node(tensor), running_line(), running_purpose()
         kind = (kind in ("number", "branch") and purpose.kind) or kind
-        graph = GraphSoFar(self.graph, self._inputs, self.constants, self._replacements)
         reads = self.reads
         try:
-            answer = self.answerer.answer(graph, node, line)
+            answer = self.answerer.answer(self.recorded, node, line)
             if answer is None and self.answerer.skips_checks and kind == "check" and purpose.passing is not None:
                 answer = np.full(tuple(tensor.shape), purpose.passing).astype(jax_dtype(tensor.dtype))
                 reads = self.skipped
@@ -579,8 +580,7 @@ class Recorder(TorchDispatchMode):
         """Returns the arrays of tensors in the call for which the code is traced."""
         assert isinstance(self.answerer, CallValues)
         nodes = [self.node(x) for x in tensors]
-        graph = GraphSoFar(self.graph, self._inputs, self.constants, self._replacements)
-        return [self.answerer.evaluate(graph, node) for node in nodes]
+        return [self.answerer.evaluate(self.recorded, node) for node in nodes]
 
     def _call_with_values(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Calls an operation that returns a Python value, or whose result has a shape that depends on values."""

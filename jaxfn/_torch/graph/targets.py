@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import torch
-
-# JAX functions by torch operation (an overload, a packet, a `torch.library` definition or a name).
-OperationMap = Mapping[Any, Callable[..., Any]]
 
 
 def operation_name(target: Any) -> str:
@@ -19,11 +16,6 @@ def operation_name(target: Any) -> str:
     if hasattr(definition, "_schema") or hasattr(definition, "overloads"):
         return str(definition)
     return getattr(definition, "__name__", None) or str(definition)
-
-
-def key_by_name(ops: OperationMap | None) -> dict[str, Callable[..., Any]]:
-    """Returns the replacements by the names of the operations."""
-    return {operation_name(target): function for target, function in (ops or {}).items()}
 
 
 class JaxCall:

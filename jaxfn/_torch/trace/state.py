@@ -21,9 +21,10 @@ from jaxfn._torch._compat import (
     without_functions,
     without_modes,
 )
+from jaxfn._torch.graph.interpreter import RecordedGraph
 from jaxfn._torch.graph.reads import NO_VALUES, Answerer
 from jaxfn._torch.graph.recorder import NO_EXTERNALS, ExternalTensors, Recorder
-from jaxfn._torch.graph.targets import key_by_name, operation_name
+from jaxfn._torch.graph.targets import operation_name
 from jaxfn._torch.trace.detach import DETACHED, stop_detached
 from jaxfn._torch.trace.leaks import track
 from jaxfn._torch.trace.selection import Selection, raise_unsupported
@@ -60,7 +61,7 @@ class Replacements(NamedTuple):
         callables = {op: getattr(f, "apply", f) if isinstance(f, type) else f for op, f in ops.items()}
         operations = {op: replacement for op, replacement in callables.items() if find_operation(op)}
         functions = {op: replacement for op, replacement in callables.items() if op not in operations}
-        return cls(ops, key_by_name(operations), functions)
+        return cls(ops, {operation_name(op): replacement for op, replacement in operations.items()}, functions)
 
 
 class OwnTensor:
@@ -328,7 +329,7 @@ class TraceState:
             value = self.recorder.record_call(target, tuple(lowered), {}, value)
             return torch_tree.tree_map_only(torch.Tensor, self.lift, value)
 
-    def finish(self, outputs: Iterable[torch.Tensor]) -> torch.fx.GraphModule:
+    def finish(self, outputs: Iterable[torch.Tensor]) -> RecordedGraph:
         """Returns the graph that computes these outputs, and drops all references to the code's tensors."""
         self._inputs.clear()
         self.module_tensors = None
