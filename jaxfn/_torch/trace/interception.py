@@ -47,7 +47,8 @@ from jaxfn._torch.trace.tensor_hooks import register_hook
 from jaxfn._torch.values.errors import TranslationError
 from jaxfn._torch.values.flatten import tensors_in
 
-_Handler = Callable[["TorchFunctionInterceptor", Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
+# Takes the trace, the torch function, and its arguments, as the handlers of `patches` do.
+_Handler = Callable[..., Any]
 _HANDLERS: dict[Any, _Handler] = {}
 
 
@@ -82,7 +83,7 @@ class TorchFunctionInterceptor(TorchFunctionMode):
             with self:
                 return tensor_types.call_overridable(func, args, kwargs)
         handler = _HANDLERS.get(func)
-        return func(*args, **kwargs) if handler is None else handler(self, func, args, kwargs)
+        return func(*args, **kwargs) if handler is None else handler(self.state, func, *args, **kwargs)
 
 
 def _call_operation(state: TraceState, operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -153,20 +154,21 @@ def _is_device_name(value: object) -> bool:
 
 
 @_handles(torch.Tensor.to)
-def _to(mode: TorchFunctionInterceptor, func: Any, args: Any, kwargs: Any) -> Any:
-    args = [args[0], *(torch.device("cpu") if _is_device_name(arg) else arg for arg in args[1:])]
-    if len(args) > 1 and type(args[1]) is int:  # The index of a GPU.
-        args[1] = torch.device("cpu")
-    return func(*args, **kwargs)
+def _to(state: TraceState, func: Any, tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+    others = [torch.device("cpu") if _is_device_name(arg) else arg for arg in args]
+    if others and type(others[0]) is int:  # The index of a GPU.
+        others[0] = torch.device("cpu")
+    return func(tensor, *others, **kwargs)
 
 
 @_handles(torch.Tensor.cuda, torch.Tensor.cpu, torch.Tensor.xpu, torch.Tensor.pin_memory)
-def _return_tensor(mode: TorchFunctionInterceptor, func: Any, args: Any, kwargs: Any) -> Any:
-    return args[0]
+def return_tensor(state: TraceState, func: Any, tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+    """Implements moves of a tensor to another device."""
+    return tensor
 
 
 @_handles(torch.Tensor.type)
-def _type(mode: TorchFunctionInterceptor, func: Any, args: Any, kwargs: Any) -> Any:
+def _type(state: TraceState, func: Any, *args: Any, **kwargs: Any) -> Any:
     if len(args) > 1 and args[1] is FunctionalTensor:  # The code got it by `type(tensor)`.
         args = (args[0], torch.Tensor, *args[2:])
     if len(args) > 1 and isinstance(args[1], str):
@@ -178,20 +180,16 @@ def _type(mode: TorchFunctionInterceptor, func: Any, args: Any, kwargs: Any) -> 
 
 
 @_handles(torch.Tensor.item)
-def _item(mode: TorchFunctionInterceptor, func: Any, args: Any, kwargs: Any) -> Any:
+def _item(state: TraceState, func: Any, tensor: torch.Tensor) -> Any:
     caller = next((x.f_code for x in running_frames() if is_user_code(x.f_code.co_filename)), None)
     # `type(n)` of a traced number is another class than `float`, so code that may compare it reads the number.
     compares_types = caller is not None and "type" in caller.co_names
-    is_element = mode.state.is_traced(args[0]) and args[0].numel() == 1 and not compares_types
-    number = mode.state.recorder.item(mode.state.lower(args[0]), running_line()) if is_element else None
-    return func(*args, **kwargs) if number is None else track(number)
+    is_element = state.is_traced(tensor) and tensor.numel() == 1 and not compares_types
+    number = state.recorder.item(state.lower(tensor), running_line()) if is_element else None
+    return func(tensor) if number is None else track(number)
 
 
 @_handles(torch.Tensor.numpy, torch.Tensor.__array__, torch.Tensor.tolist, torch.Tensor.__format__)
-def _get_values(mode: TorchFunctionInterceptor, func: Any, args: Any, kwargs: Any) -> Any:
-    return read_values(mode.state, func, *args, **kwargs)
-
-
 def read_values(state: TraceState, func: Callable[..., Any], tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
     """Calls a method of tensors that returns values to Python code."""
     with without_functions():
@@ -201,7 +199,7 @@ def read_values(state: TraceState, func: Callable[..., Any], tensor: torch.Tenso
 
 
 @_handles(torch.tensor_split, torch.Tensor.tensor_split)
-def _tensor_split(mode: TorchFunctionInterceptor, func: Any, args: Any, kwargs: Any) -> Any:
+def _tensor_split(state: TraceState, func: Any, *args: Any, **kwargs: Any) -> Any:
     """Reads split indices in a tensor, which torch would read from memory."""
     hint = (
         "tensor_split at indices in a tensor has no translation to JAX. Pass Python numbers, or name a JAX function by "
@@ -212,14 +210,14 @@ def _tensor_split(mode: TorchFunctionInterceptor, func: Any, args: Any, kwargs: 
         if not isinstance(value, torch.Tensor):
             return value
         with without_functions():
-            return mode.state.recorder.read(mode.state.lower(value), "array", hint).tolist()
+            return state.recorder.read(state.lower(value), "array", hint).tolist()
 
     kwargs = {name: value if name == "input" else to_numbers(value) for name, value in kwargs.items()}
     return func(*args[:1], *map(to_numbers, args[1:]), **kwargs)
 
 
 @_handles(torch.Tensor.__eq__, torch.Tensor.eq)
-def _equal(mode: TorchFunctionInterceptor, func: Any, args: Any, kwargs: Any) -> Any:
+def _equal(state: TraceState, func: Any, *args: Any, **kwargs: Any) -> Any:
     """Compares elements; a module's parameter, and what represents it, are one tensor, as for a dict with it as key."""
     return True if len(args) == 2 and tensor_types.is_same(*args) else func(*args, **kwargs)
 
@@ -231,15 +229,15 @@ def _to_tensor(value: Any, dtype: torch.dtype | None) -> Any:
 
 
 @_handles(torch.where, torch.Tensor.where)
-def _where(mode: TorchFunctionInterceptor, func: Any, args: Any, kwargs: Any) -> Any:
-    if mode.state.recorder.numbers and len(args) == 3:
+def _where(state: TraceState, func: Any, *args: Any, **kwargs: Any) -> Any:
+    if state.recorder.numbers and len(args) == 3:
         dtype = torch.result_type(*(x.kind(1) if isinstance(x, TracedNumber) else x for x in args[1:]))
         args = (args[0], *(_to_tensor(x, dtype) for x in args[1:]))
     return func(*args, **kwargs)
 
 
 @_handles(torch.tensor, torch.as_tensor, torch.asarray)
-def _tensor(mode: TorchFunctionInterceptor, func: Any, args: Any, kwargs: Any) -> Any:
+def _tensor(state: TraceState, func: Any, *args: Any, **kwargs: Any) -> Any:
     if args and isinstance(args[0], TracedNumber):
         return _to_tensor(args[0], kwargs.get("dtype")).requires_grad_(kwargs.get("requires_grad", False))
     if not (args and isinstance(args[0], torch.Tensor)):
@@ -254,29 +252,27 @@ def _tensor(mode: TorchFunctionInterceptor, func: Any, args: Any, kwargs: Any) -
 
 
 @_handles(torch.Tensor.new_tensor)
-def _new_tensor(mode: TorchFunctionInterceptor, func: Any, args: Any, kwargs: Any) -> Any:
-    data = args[1] if len(args) > 1 else kwargs["data"]
+def _new_tensor(state: TraceState, func: Any, tensor: torch.Tensor, data: Any, **kwargs: Any) -> Any:
     if not isinstance(data, torch.Tensor):
-        return func(*args, **kwargs)
-    with mode:
+        return func(tensor, data, **kwargs)
+    with TorchFunctionInterceptor(state):
         copy = data.detach().to(kwargs.get("dtype")).clone()
         return copy.requires_grad_() if kwargs.get("requires_grad") else copy
 
 
 @_handles(torch.Tensor.__reduce_ex__)
-def _copy(mode: TorchFunctionInterceptor, func: Any, args: Any, kwargs: Any) -> Any:
+def _copy(state: TraceState, func: Any, tensor: torch.Tensor, protocol: Any) -> Any:
     """Raises for `copy.copy`, which in torch returns a leaf that shares storage."""
-    if mode.state.is_traced(args[0]):
+    if state.is_traced(tensor):
         raise TranslationError(
-            f"{mode.state.name}: copy.copy of a tensor has no translation to JAX. Use `tensor.clone()` or "
+            f"{state.name}: copy.copy of a tensor has no translation to JAX. Use `tensor.clone()` or "
             f"`tensor.detach()`, or name a JAX function by ops={{copy.copy: jax_function}}{source_line()}"
         )
-    return func(*args, **kwargs)
+    return func(tensor, protocol)
 
 
 @_handles(torch.Tensor.__deepcopy__)
-def _deepcopy(mode: TorchFunctionInterceptor, func: Any, args: Any, kwargs: Any) -> Any:
-    tensor, memo = args
+def _deepcopy(state: TraceState, func: Any, tensor: torch.Tensor, memo: dict[int, Any]) -> Any:
     if id(tensor) not in memo:
         with torch.no_grad():
             memo[id(tensor)] = tensor.clone().requires_grad_(tensor.requires_grad)
@@ -284,9 +280,9 @@ def _deepcopy(mode: TorchFunctionInterceptor, func: Any, args: Any, kwargs: Any)
 
 
 @_handles(torch.Tensor.to_sparse, torch.Tensor.to_sparse_coo, torch.Tensor.to_sparse_csr, torch.sparse_coo_tensor)
-def _sparse(mode: TorchFunctionInterceptor, func: Any, args: Any, kwargs: Any) -> Any:
+def _sparse(state: TraceState, func: Any, *args: Any, **kwargs: Any) -> Any:
     raise TranslationError(
-        f"{mode.state.name}: {func.__name__} returns a sparse tensor, which has no counterpart on JAX. Use dense "
+        f"{state.name}: {func.__name__} returns a sparse tensor, which has no counterpart on JAX. Use dense "
         f"tensors{source_line()}"
     )
 
@@ -298,8 +294,7 @@ def _replace_contents(tensor: torch.Tensor, other: torch.Tensor) -> torch.Tensor
 
 
 @_handles(torch.Tensor.resize_, torch.Tensor.resize_as_)
-def _resize(mode: TorchFunctionInterceptor, func: Any, args: Any, kwargs: Any) -> Any:
-    tensor, shape = args[0], args[1:]
+def _resize(state: TraceState, func: Any, tensor: torch.Tensor, *shape: Any, **kwargs: Any) -> Any:
     if isinstance(shape[0], torch.Tensor):
         shape = tuple(shape[0].shape)
     elif len(shape) == 1 and isinstance(shape[0], (tuple, list)):
@@ -327,27 +322,23 @@ _REPLACEMENTS = {
 
 
 @_handles(LINEAR_CROSS_ENTROPY)
-def _linear_cross_entropy(mode: TorchFunctionInterceptor, func: Any, args: Any, kwargs: Any) -> Any:
+def _linear_cross_entropy(state: TraceState, func: Any, *args: Any, **kwargs: Any) -> Any:
     """Computes a matrix product and a loss, without torch's chunking, which computes gradients in forward."""
     return func(*args, **{**kwargs, "options": None})
 
 
 @_handles(*_REPLACEMENTS)
-def _call_replacement(mode: TorchFunctionInterceptor, func: Any, args: Any, kwargs: Any) -> Any:
-    if not any(map(mode.state.is_traced, torch_tree.tree_leaves((args, kwargs)))):
+def _call_replacement(state: TraceState, func: Any, *args: Any, **kwargs: Any) -> Any:
+    if not any(map(state.is_traced, torch_tree.tree_leaves((args, kwargs)))):
         return func(*args, **kwargs)
-    with mode:  # The functions that it calls are intercepted too.
-        return _REPLACEMENTS[func](mode.state, func, args, kwargs)
+    with TorchFunctionInterceptor(state):  # The functions that it calls are intercepted too.
+        return _REPLACEMENTS[func](state, func, *args, **kwargs)
 
 
 # ---------------------------------------------------------------------------------------------------------- autograd
 
 
 @_handles(torch.Tensor.detach_, torch.detach_)
-def _detach_in_place(mode: TorchFunctionInterceptor, func: Any, args: Any, kwargs: Any) -> Any:
-    return detach_in_place(mode.state, func, *args, **kwargs)
-
-
 def detach_in_place(state: TraceState, original: Callable[..., torch.Tensor], input: torch.Tensor) -> torch.Tensor:
     """Implements `tensor.detach_()`; `original` is torch's."""
     if state.recorder.follows_grad_mode:
@@ -357,52 +348,49 @@ def detach_in_place(state: TraceState, original: Callable[..., torch.Tensor], in
 
 
 @_handles(torch.Tensor.requires_grad_, torch.Tensor.requires_grad.__set__)  # pyright: ignore
-def _require_grad(mode: TorchFunctionInterceptor, func: Any, args: Any, kwargs: Any) -> Any:
-    flag = args[1] if len(args) > 1 else kwargs.get("requires_grad", True)
-    is_differentiated_by_jax = mode.state.recorder.follows_grad_mode
-    if is_differentiated_by_jax and not flag and mode.state.requires_grad(args[0]):
+def _require_grad(state: TraceState, func: Any, tensor: torch.Tensor, requires_grad: bool = True) -> Any:
+    is_differentiated_by_jax = state.recorder.follows_grad_mode
+    if is_differentiated_by_jax and not requires_grad and state.requires_grad(tensor):
         raise TranslationError(
-            f"{mode.state.name} sets `requires_grad` of a parameter to False while it runs. On JAX a parameter has "
+            f"{state.name} sets `requires_grad` of a parameter to False while it runs. On JAX a parameter has "
             f"one derivative per call. Use `.detach()`, or freeze it before the call{source_line()}"
         )
     if is_differentiated_by_jax:
-        if not flag:  # The caller gets no gradient for the argument.
-            return mark_detached(args[0])
+        if not requires_grad:  # The caller gets no gradient for the argument.
+            return mark_detached(tensor)
     else:
         # The code detached it to get a leaf for autograd inside. JAX still differentiates it.
-        mode.state.recorder.undo_stop_gradient(mode.state.lower(args[0]))
-    return func(*args, **kwargs)
+        state.recorder.undo_stop_gradient(state.lower(tensor))
+    return func(tensor, requires_grad)
 
 
 @_handles(torch.Tensor.grad.__get__, torch.Tensor.grad.__set__)  # pyright: ignore
-def _grad_of_leaf(mode: TorchFunctionInterceptor, func: Any, args: Any, kwargs: Any) -> Any:
-    return func(vars(args[0]).get(LEAF, args[0]), *args[1:])
+def _grad_of_leaf(state: TraceState, func: Any, tensor: torch.Tensor, *args: Any) -> Any:
+    return func(vars(tensor).get(LEAF, tensor), *args)
 
 
-@_handles(torch.Tensor.register_hook)
-def _register_hook(mode: TorchFunctionInterceptor, func: Any, args: Any, kwargs: Any) -> Any:
-    return register_hook(mode.state, func, *args, **kwargs)
+_handles(torch.Tensor.register_hook)(register_hook)
 
 
 @_handles(torch.Tensor.register_post_accumulate_grad_hook)
-def _register_post_accumulate_grad_hook(mode: TorchFunctionInterceptor, func: Any, args: Any, kwargs: Any) -> Any:
-    if not (mode.state.recorder.follows_grad_mode and mode.state.is_traced(args[0])):
-        return func(*args, **kwargs)
+def _register_post_accumulate_grad_hook(state: TraceState, func: Any, tensor: torch.Tensor, hook: Any) -> Any:
+    if not (state.recorder.follows_grad_mode and state.is_traced(tensor)):
+        return func(tensor, hook)
     raise TranslationError(
-        f"{mode.state.name} registers a hook that torch calls after it stored `.grad`, and JAX has no `.grad`. Use "
+        f"{state.name} registers a hook that torch calls after it stored `.grad`, and JAX has no `.grad`. Use "
         f"`register_hook`{source_line()}"
     )
 
 
 @_handles(torch.autograd.grad, torch.autograd.backward, torch.Tensor.backward)
-def _grad(mode: TorchFunctionInterceptor, func: Any, args: Any, kwargs: Any) -> Any:
+def _grad(state: TraceState, func: Any, *args: Any, **kwargs: Any) -> Any:
     """Implements `torch.autograd.grad` inside traced code, also for gradients at nodes of its graph.
 
     Autograd may have to track arguments of the code, for which the code is traced again.
     """
     for tensor in tensors_in((args, kwargs)):
         if isinstance(tensor, FunctionalTensor) and not tensor.requires_grad:
-            mode.state.may_require_grad(tensor)
+            state.may_require_grad(tensor)
 
     def plain(value: Any) -> Any:
         if isinstance(value, torch.autograd.graph.GradientEdge):
@@ -413,39 +401,36 @@ def _grad(mode: TorchFunctionInterceptor, func: Any, args: Any, kwargs: Any) -> 
 
 
 @_handles(torch.Tensor.data.__set__)  # pyright: ignore
-def _set_data(mode: TorchFunctionInterceptor, func: Any, args: Any, kwargs: Any) -> Any:
-    tensor, value = args
-    if isinstance(tensor, FunctionalTensor) or mode.state.is_traced(value):
+def _set_data(state: TraceState, func: Any, tensor: torch.Tensor, value: torch.Tensor) -> Any:
+    if isinstance(tensor, FunctionalTensor) or state.is_traced(value):
         if tensor.shape != value.shape or tensor.dtype != value.dtype:
             raise TranslationError(
-                f"{mode.state.name}: `.data` of a tensor of shape {tuple(tensor.shape)} is set to another shape or "
+                f"{state.name}: `.data` of a tensor of shape {tuple(tensor.shape)} is set to another shape or "
                 f"dtype, {tuple(value.shape)}. Create a new tensor{source_line()}"
             )
         if isinstance(tensor, FunctionalTensor):
             with without_functions():
-                set_data(mode.state.recorder, tensor, value)
+                set_data(state.recorder, tensor, value)
         else:
             tensor.detach().copy_(value)
         return None
-    return func(*args, **kwargs)
+    return func(tensor, value)
 
 
 # ---------------------------------------------------------------------------------------------------------- indexing
 
 
 @_handles(torch.Tensor.__getitem__)
-def _getitem(mode: TorchFunctionInterceptor, func: Any, args: Any, kwargs: Any) -> Any:
-    return get_item(mode.state, *args)
+def _getitem(state: TraceState, func: Any, tensor: torch.Tensor, index: Any) -> Any:
+    return get_item(state, tensor, index)
 
 
 @_handles(torch.Tensor.masked_select, torch.masked_select)
-def _masked_select(mode: TorchFunctionInterceptor, func: Any, args: Any, kwargs: Any) -> Any:
-    tensor, mask = (*args, *kwargs.values())
-    shape = torch.broadcast_shapes(tensor.shape, mask.shape)
-    return get_item(mode.state, tensor.expand(shape), mask.expand(shape))
+def _masked_select(state: TraceState, func: Any, input: torch.Tensor, mask: torch.Tensor) -> Any:
+    shape = torch.broadcast_shapes(input.shape, mask.shape)
+    return get_item(state, input.expand(shape), mask.expand(shape))
 
 
 @_handles(torch.Tensor.__setitem__)
-def _setitem(mode: TorchFunctionInterceptor, func: Any, args: Any, kwargs: Any) -> Any:
-    tensor, index, value = args
-    return set_item(mode.state, tensor, index, _to_tensor(value, tensor.dtype))
+def _setitem(state: TraceState, func: Any, tensor: torch.Tensor, index: Any, value: Any) -> Any:
+    return set_item(state, tensor, index, _to_tensor(value, tensor.dtype))

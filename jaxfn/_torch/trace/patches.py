@@ -28,7 +28,7 @@ from jaxfn._torch.trace import tensor_types
 from jaxfn._torch.trace.autograd_nodes import GradFn
 from jaxfn._torch.trace.detach import mark_detached
 from jaxfn._torch.trace.function_apply import apply_in_trace, look_up_attribute
-from jaxfn._torch.trace.interception import detach_in_place, read_values
+from jaxfn._torch.trace.interception import detach_in_place, read_values, return_tensor
 from jaxfn._torch.trace.jax_function_node import call_replacement
 from jaxfn._torch.trace.module_hooks import check_no_backward_hooks
 from jaxfn._torch.trace.state import ACTIVE, LEAF, TraceState
@@ -147,12 +147,6 @@ def _patch_custom_op_autograd(original: Any) -> Any:
 
     changed = {"is_grad_enabled": is_grad_enabled, "_any_requires_grad": requires_grad}
     return types.SimpleNamespace(**(vars(original) | changed))
-
-
-def _return_tensor(
-    state: TraceState, original: Any, tensor: torch.Tensor, /, *args: Any, **kwargs: Any
-) -> torch.Tensor:
-    return tensor
 
 
 def _get_data(state: TraceState, original: Callable[..., torch.Tensor], tensor: torch.Tensor) -> torch.Tensor:
@@ -328,7 +322,7 @@ _PATCHES = [
     ),
     _Patch(_compat.APPLY_CLASS, "apply", _patch_apply),
     *(_Patch(kind, "__call__", _dispatching(_run_script)) for kind in _compat.SCRIPT_TYPES),
-    _Patch(_compat.FunctionalTensor, "cuda", _dispatching(_return_tensor)),  # torch's method initializes CUDA first.
+    _Patch(_compat.FunctionalTensor, "cuda", _dispatching(return_tensor)),  # torch's method initializes CUDA first.
     _Patch(_compat.FunctionalTensor, "tolist", _dispatching(_to_list)),
     _Patch(_compat.FunctionalTensor, "detach_", _dispatching(detach_in_place)),
     _Patch(_compat.FunctionalTensor, "data", _dispatching_property(_get_data)),

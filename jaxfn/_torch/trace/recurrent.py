@@ -117,7 +117,7 @@ _STEPS: dict[Any, _Step] = {
 }
 
 
-def recurrent(state: TraceState, func: Any, args: Any, kwargs: Any) -> Any:
+def recurrent(state: TraceState, func: Any, *args: Any) -> Any:
     """Implements `torch.lstm`, `torch.gru`, `torch.rnn_tanh` and `torch.rnn_relu`, as `torch.nn` calls them."""
     is_packed = isinstance(args[1], torch.Tensor) and isinstance(args[3], (tuple, list))
     if is_packed:
@@ -192,9 +192,8 @@ def _pad_packed(data: torch.Tensor, times: torch.Tensor, sequences: torch.Tensor
     return data.new_full((*size, *data.shape[1:]), value).index_put((times, sequences), data)
 
 
-def pack(state: TraceState, func: Any, args: Any, kwargs: Any) -> Any:
+def pack(state: TraceState, func: Any, steps: torch.Tensor, lengths: torch.Tensor, is_batch_first: bool) -> Any:
     """Implements `pack_padded_sequence` for sequences that are sorted by length."""
-    steps, lengths, is_batch_first = args
     sequence_lengths = _concrete_values(state, lengths, "lengths")
     if is_batch_first:
         steps = steps.transpose(0, 1)
@@ -212,7 +211,7 @@ def pack(state: TraceState, func: Any, args: Any, kwargs: Any) -> Any:
     return steps[_packed_positions(sequence_lengths)], torch.tensor(sizes)
 
 
-def pad(state: TraceState, func: Any, args: Any, kwargs: Any) -> Any:
+def pad(state: TraceState, func: Any, *args: Any) -> Any:
     """Implements `pad_packed_sequence`."""
     data, batch_sizes, is_batch_first, padding, total = args
     lengths = _lengths(state, batch_sizes)

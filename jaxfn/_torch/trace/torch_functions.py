@@ -40,7 +40,7 @@ def _raise(state: TraceState, what: str) -> None:
 # ---------------------------------------------------------------------------------------------------------- embeddings
 
 
-def embedding_bag(state: TraceState, func: Any, args: Any, kwargs: Any) -> Any:
+def embedding_bag(state: TraceState, func: Any, *args: Any, **kwargs: Any) -> Any:
     """Implements `torch.nn.functional.embedding_bag`."""
     arguments = _bind_arguments(func, args, kwargs)
     indices, weight, offsets, weights = (arguments[n] for n in ("input", "weight", "offsets", "per_sample_weights"))
@@ -98,7 +98,7 @@ _BAGS: dict[str, Callable[[Array, Array, int], Array]] = {"sum": _bag_sum, "mean
 # ---------------------------------------------------------------------------------------------------------- losses
 
 
-def ctc_loss(state: TraceState, func: Any, args: Any, kwargs: Any) -> Any:
+def ctc_loss(state: TraceState, func: Any, *args: Any, **kwargs: Any) -> Any:
     """Implements `torch.nn.functional.ctc_loss`."""
     arguments = _bind_arguments(func, args, kwargs)
     scores, targets = arguments["log_probs"], arguments["targets"]
@@ -123,16 +123,10 @@ def ctc_loss(state: TraceState, func: Any, args: Any, kwargs: Any) -> Any:
     return losses.sum() if arguments["reduction"] == "sum" else losses[0] if is_single else losses
 
 
-def one_hot(state: TraceState, func: Any, args: Any, kwargs: Any) -> Any:
+def one_hot(state: TraceState, func: Any, tensor: torch.Tensor, num_classes: int = -1) -> Any:
     """Implements `torch.nn.functional.one_hot`; for traced tensors by comparison with each class, also out of range."""
-    arguments: dict[str, Any] = {
-        "num_classes": -1,
-        **dict(zip(("tensor", "num_classes"), args, strict=False)),
-        **kwargs,
-    }
-    num_classes = arguments["num_classes"] if arguments["num_classes"] >= 0 else int(arguments["tensor"].max()) + 1
-    classes = torch.arange(num_classes)
-    found = torch.embedding(classes[:, None], arguments["tensor"])  # Negative where an index is out of range
+    classes = torch.arange(num_classes if num_classes >= 0 else int(tensor.max()) + 1)
+    found = torch.embedding(classes[:, None], tensor)  # Negative where an index is out of range
     return torch.where(found < 0, found, found == classes)
 
 
@@ -178,7 +172,7 @@ def _ctc(scores: Array, target: Array, steps: Array, size: Array, *, blank: int)
 # ------------------------------------------------------------------------------------------------------ Python's values
 
 
-def gaussian_nll_loss(state: TraceState, func: Any, args: Any, kwargs: Any) -> Any:
+def gaussian_nll_loss(state: TraceState, func: Any, *args: Any, **kwargs: Any) -> Any:
     """Implements `torch.nn.functional.gaussian_nll_loss`, without its check of negative variances."""
     arguments = _bind_arguments(func, args, kwargs)
     x, variance = arguments["input"], arguments["var"]
