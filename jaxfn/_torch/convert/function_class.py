@@ -104,19 +104,14 @@ class FunctionAdapter:
         self._traced_vmaps = LRUCache[TracedVmap](_MAX_TRACES)
         self._warned: set[str] = set()
 
-    def forward(self, ctx: FunctionCtx, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Runs `forward` and, if the class has one, `setup_context`, as a combined-style `forward`."""
-        call = self._find_trace(args, kwargs, ctx_state(ctx))
+    def forward(self, ctx: FunctionCtx | None, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Runs `forward` and, if there is a ctx, fills that, by `setup_context` if the torch class has one."""
+        call = self._find_trace(args, kwargs, ctx and ctx_state(ctx))
         self._warn_about_trace(call.traced)
         values = call.slot_values()
-        self._fill_ctx(ctx, call, values)
+        if ctx is not None:
+            self._fill_ctx(ctx, call, values)
         return unflatten_tensors(call.traced.output, values)
-
-    def forward_alone(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Runs `forward` for a jaxfn Function with a `setup_context`."""
-        call = self._find_trace(args, kwargs, None)
-        self._warn_about_trace(call.traced)
-        return unflatten_tensors(call.traced.output, call.slot_values())
 
     def setup_context(self, ctx: FunctionCtx, inputs: tuple[Any, ...], output: Any) -> None:
         """Runs `setup_context`."""
@@ -228,7 +223,7 @@ class FunctionAdapter:
         gradients = list(unflatten_tensors(rule.returned, results))
         return tuple(self._gradients_of_inputs(gradients, traced.arguments, names))
 
-    def jvp(self, ctx: Any, tangents: Sequence[Any]) -> Any:
+    def jvp(self, ctx: Any, *tangents: Any) -> Any:
         """Runs `jvp`."""
         traced: TracedForward = ctx.traced
         names = ctx_state(ctx).names.names
@@ -455,11 +450,8 @@ def _make_class(adapter: FunctionAdapter, module: str) -> type[Function]:
     def backward(ctx: FunctionCtx, *grad_outputs: Any) -> Any:
         return adapter.backward(ctx, grad_outputs)
 
-    def jvp(ctx: FunctionCtx, *tangents: Any) -> Any:
-        return adapter.jvp(ctx, tangents)
-
     def forward_alone(*args: Any, **kwargs: Any) -> Any:
-        return adapter.forward_alone(args, kwargs)
+        return adapter.forward(None, args, kwargs)
 
     method = forward_alone if definition.defines_setup_context else forward
     method.__signature__ = definition.signature  # pyright: ignore[reportFunctionMemberAccess]
@@ -481,7 +473,7 @@ def _make_class(adapter: FunctionAdapter, module: str) -> type[Function]:
         vars(backward)["__wrapped__"] = definition.backward
         body["backward"] = staticmethod(once_differentiable(backward) if definition.once_differentiable else backward)
     if definition.has_jvp:
-        body["jvp"] = staticmethod(jvp)
+        body["jvp"] = staticmethod(adapter.jvp)
     converted = type(function.__name__, (_ConvertedFunction,), body)
 
     def explain(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Explanation:

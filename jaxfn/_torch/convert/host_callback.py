@@ -308,8 +308,9 @@ class HostAdapter(FunctionAdapter):
         super().__init__(definition)
         self._hosts = LRUCache[HostForward](_MAX_HOST_CALLS)
 
-    def forward(self, ctx: FunctionCtx, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def forward(self, ctx: FunctionCtx | None, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Runs `forward`, translated or on the host."""
+        assert ctx is not None  # Without `vmap` there is no separate `setup_context`.
         state = ctx_state(ctx)
         others = {name: value for name, value in kwargs.items() if name != self.definition.key_name}
         arguments = flatten_tensors((args, others), is_array_leaf)
@@ -340,11 +341,11 @@ class HostAdapter(FunctionAdapter):
         gradients = [unflatten_tensors(value, found) if slots(value) else None for value in values]
         return tuple(self._gradients_of_inputs(gradients, host.arguments, names))
 
-    def jvp(self, ctx: Any, tangents: Sequence[Any]) -> Any:
+    def jvp(self, ctx: Any, *tangents: Any) -> Any:
         """Runs `jvp`, which must be translated."""
         if isinstance(ctx.traced, HostForward):
             raise TranslationError(f"{self.definition.name}.jvp is not called on the host: use reverse mode")
-        return super().jvp(ctx, tangents)
+        return super().jvp(ctx, *tangents)
 
     def _of_tensors(self, template: Any, grad_outputs: Sequence[Any]) -> list[Any]:
         """Returns the gradient of each tensor of an output, or `None`, from one for each output."""

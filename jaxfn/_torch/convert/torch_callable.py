@@ -321,11 +321,7 @@ def to_pytree(value: Any) -> Any:
 
 def _to_dict(items: Mapping[Any, Any]) -> dict[Any, Any]:
     converted = {name: to_pytree(item) for name, item in items.items() if item is not None}
-    return {name: item for name, item in converted.items() if _has_tensors(item)}
-
-
-def _has_tensors(value: Any) -> bool:
-    return bool(flatten_tensors(value).leaves)
+    return {name: item for name, item in converted.items() if flatten_tensors(item).leaves}
 
 
 def convert_callable(function: Callable[..., Any], config: TraceConfig) -> Callable[..., Any]:

@@ -28,7 +28,6 @@ from jaxfn._torch.graph.reads import (
     NO_VALUES,
     Answerer,
     CallValues,
-    NoValues,
     are_concrete,
     first_answers,
     same_bits,
@@ -52,7 +51,7 @@ from jaxfn._torch.values.flatten import (
 from jaxfn._torch.values.trace_cache import LRUCache, static_key, torch_settings
 from jaxfn._traces import innermost, staging_trace
 
-_UNDER_JIT = NoValues(
+_UNDER_JIT = Answerer(
     "Call it outside jax.jit, where it has values; let torch run it, by from_torch(..., fallback='callback'); or write "
     "this part as a JAX function, with jax.lax.cond, while_loop or jax.numpy.where, that ops= names",
     skips_checks=True,

@@ -3,8 +3,8 @@
 A *read* is a traced tensor whose values Python code needs, as in `if x.any()`, `x.item()` or `x.numpy()`. The trace's
 answerer returns them:
 
+    Answerer        nothing. The read raises, or a check is skipped
     CallValues      the arrays of a call outside `jax.jit`. The trace is valid for calls that read the same values.
-    NoValues        nothing. The read raises, or a check is skipped
     AssumedValues   placeholders, to list the reads of code that cannot run
 """
 
@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -57,8 +57,8 @@ class Read(NamedTuple):
         return f"{format_line(self.line)}\n    ({self.kind}, {self.source} {answer}{hint})"
 
 
-class Answerer(Protocol):
-    """Answers the reads of a trace.
+class Answerer:
+    """Answers the reads of a trace: this one, none of them.
 
     Attributes:
       source: Whose answers they are.
@@ -69,46 +69,32 @@ class Answerer(Protocol):
       skips_checks: Whether a check without an answer passes.
     """
 
-    source: str
-    knows_sizes: bool
-    reads_numbers: bool
-    gave_numbers: bool
-    ways_out: str
-    skips_checks: bool
-
-    def answer(self, graph: RecordedGraph, node: Node, line: Line | None) -> np.ndarray[Any, Any] | None:
-        """Returns the values of a node in the dtype that JAX has for it; `None` if they are unknown."""
-        ...
-
-
-_TENSORS_ONLY = "Use torch.where, or pass the number as a Python number"
-
-
-class NoValues:
-    """Answers no read."""
-
     source = "skipped: assumed to be"
     knows_sizes = reads_numbers = gave_numbers = False
 
-    def __init__(self, ways_out: str = _TENSORS_ONLY, skips_checks: bool = False) -> None:
+    def __init__(
+        self,
+        ways_out: str = "Use torch.where, or pass the number as a Python number",
+        skips_checks: bool = False,
+    ) -> None:
         self.ways_out = ways_out
         self.skips_checks = skips_checks
 
-    def answer(self, graph: RecordedGraph, node: Node, line: Line | None) -> None:
+    def answer(self, graph: RecordedGraph, node: Node, line: Line | None) -> np.ndarray[Any, Any] | None:
+        """Returns the values of a node in the dtype that JAX has for it; `None` if they are unknown."""
         return None
 
 
-NO_VALUES = NoValues()
+NO_VALUES = Answerer()
 
 
-class AssumedValues:
+class AssumedValues(Answerer):
     """Answers with ones; with False to a condition, unless it is asserted. `reads` lists them without duplicates."""
 
     source = "assumed to be"
-    knows_sizes = reads_numbers = gave_numbers = skips_checks = False
-    ways_out = _TENSORS_ONLY
 
     def __init__(self) -> None:
+        super().__init__()
         self.reads: list[Read] = []
 
     def answer(self, graph: RecordedGraph, node: Node, line: Line | None) -> np.ndarray[Any, Any]:
@@ -120,7 +106,7 @@ class AssumedValues:
         return answer
 
 
-class CallValues:
+class CallValues(Answerer):
     """Answers with the values of a call's arrays. Each node is evaluated once, when it is first needed.
 
     Args:
@@ -136,7 +122,6 @@ class CallValues:
     """
 
     source = "in this call"
-    ways_out, skips_checks = "", False
 
     def __init__(
         self,
@@ -147,9 +132,9 @@ class CallValues:
         knows_sizes: bool,
         reads_numbers: bool,
     ) -> None:
+        super().__init__()
         self.knows_sizes = knows_sizes
         self.reads_numbers = reads_numbers
-        self.gave_numbers = False
         self.values: dict[Node, Any] = {}
         self._inputs = inputs
         self._key = key

@@ -106,16 +106,15 @@ def _check_aliases(recorder: Recorder, tensor: FunctionalTensor) -> None:
 
 def _check_not_saved(recorder: Recorder, tensor: FunctionalTensor) -> None:
     """Raises if autograd has saved, for backward, the storage that is mutated by `.data`."""
-    pending = [x.grad_fn for x in live_tensors()]
+    pending, nodes = [unwrap_node(x.grad_fn) for x in live_tensors()], set[Any]()
     while pending:
-        node = unwrap_node(pending.pop())
-        if node is None or node in recorder.visited_nodes:
-            continue
-        recorder.visited_nodes.add(node)  # A reference: freed storage could give its identity to another one.
-        pending += [following for following, _ in node.next_functions]
-        recorder.saved_storages |= {storage_id(x.elem) for x in saved_values(node) if isinstance(x, FunctionalTensor)}
+        node = pending.pop()
+        if node is not None and node not in nodes:
+            nodes.add(node)
+            pending += [following for following, _ in node.next_functions]
+    saved = [x for node in nodes for x in saved_values(node) if isinstance(x, FunctionalTensor)]
     recorder.data_mutation = source_line()
-    if storage_id(tensor.elem) in recorder.saved_storages:
+    if storage_id(tensor.elem) in {storage_id(x.elem) for x in saved}:
         raise TranslationError(
             f"{recorder.name} mutates by `.data` a tensor that autograd has saved for backward. torch would silently "
             "compute gradients from the new values, and JAX from the old ones. Mutate the tensor before its first use, "
@@ -135,17 +134,13 @@ def stop_detached(recorder: Recorder, *tensors: FunctionalTensor) -> None:
         _stop_gradient(recorder, tensor)
 
 
-def _is_called_by_user() -> bool:
-    """Whether the user's code detaches, and not autograd internally."""
-    return is_below_autograd() and not is_accumulating()
-
-
 def run_operation(recorder: Recorder, mode: Any, func: Any, args: Any, kwargs: Any, call: Callable[[], Any]) -> Any:
     """Runs `call()`, an operation of the user's code, and gives its results the gradients that torch gives them."""
     for x in mutated_arguments(func, args, kwargs) if recorder.linked_storages or recorder.has_aliased_inputs else []:
         if isinstance(x, FunctionalTensor):
             _check_aliases(recorder, x)
-    is_detach = func is torch.ops.aten.detach.default and _is_called_by_user()
+    # Autograd itself detaches too.
+    is_detach = func is torch.ops.aten.detach.default and is_below_autograd() and not is_accumulating()
     if not recorder.follows_grad_mode:
         with recorder.stopping_gradients() if is_detach else contextlib.nullcontext():
             return call()

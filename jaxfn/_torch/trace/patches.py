@@ -122,10 +122,6 @@ def _patch_apply(_: Any) -> Any:
     return classmethod(patch)
 
 
-def _patch_lookup(_: Any) -> Any:
-    return look_up_attribute
-
-
 def _recompute(
     state: TraceState, original: Callable[..., Any], function: Callable[..., Any], /, *args: Any, **kwargs: Any
 ) -> Any:
@@ -312,7 +308,7 @@ def _patches_of_function(code: str, function: Any) -> list[_Patch]:
 
 
 _PATCHES = [
-    _Patch(builtins, "type", tensor_types.patch_type),
+    _Patch(builtins, "type", lambda _: tensor_types.Type),
     _Patch(builtins, "id", tensor_types.patch_id),
     _Patch(_compat.FunctionalTensor, "__getattribute__", tensor_types.patch_getattribute),
     _Patch(_compat.FunctionalTensor, "__hash__", _dispatching(tensor_types.hash_tensor)),
@@ -349,4 +345,4 @@ _PATCHES = [
     ),
 ]
 if _compat.HAS_COMPILED_APPLY:
-    _PATCHES.append(_Patch(_compat.FunctionMeta, "__getattribute__", _patch_lookup))
+    _PATCHES.append(_Patch(_compat.FunctionMeta, "__getattribute__", lambda _: look_up_attribute))

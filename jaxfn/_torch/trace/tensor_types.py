@@ -51,7 +51,7 @@ class _Mutable(type):
     """A metaclass whose classes may be given another one."""
 
 
-class _Type(type, metaclass=_Mutable):
+class Type(type, metaclass=_Mutable):
     """Is `type` to code, except that it returns the apparent type of a traced tensor. No class derives from it.
 
     It is a class, and its own type, as `type` is: code of other threads, Python's own too, reads its `__mro__`.
@@ -60,12 +60,12 @@ class _Type(type, metaclass=_Mutable):
     def __call__(cls, *args: Any, **kwargs: Any) -> Any:
         if len(args) == 3:
             name, bases, namespace = args
-            bases = tuple(_REAL_TYPE if base is _Type else base for base in bases)
+            bases = tuple(_REAL_TYPE if base is Type else base for base in bases)
             return _REAL_TYPE(name, bases, namespace, **kwargs)
         found = _REAL_TYPE(*args, **kwargs)
         if found in (FunctionalTensor, Selection) and _is_for_user():
             return _apparent_type(args[0])
-        return _Type if found is _REAL_TYPE else found
+        return Type if found is _REAL_TYPE else found
 
     def __instancecheck__(cls, instance: object) -> bool:
         return isinstance(instance, _REAL_TYPE)
@@ -86,7 +86,7 @@ class _Type(type, metaclass=_Mutable):
         return other | _REAL_TYPE
 
     def __eq__(cls, other: object) -> bool:
-        return other is _Type or other is _REAL_TYPE
+        return other is Type or other is _REAL_TYPE
 
     def __hash__(cls) -> int:
         return hash(_REAL_TYPE)
@@ -95,12 +95,7 @@ class _Type(type, metaclass=_Mutable):
         return repr(_REAL_TYPE)
 
 
-_Type.__class__ = _Type
-
-
-def patch_type(_: Any) -> Any:
-    """Returns the patch of `type`."""
-    return _Type
+Type.__class__ = Type
 
 
 def patch_id(original: Callable[[object], int]) -> Any:
