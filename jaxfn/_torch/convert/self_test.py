@@ -30,9 +30,6 @@ TIES = np.array([1.0, 1.0, 0.0, -1.0, 2.0, 2.0], np.float32)
 
 _CONFIG = TraceConfig(Replacements.of({}), NESTED_APPLY)
 
-# A function of one tensor, to be run inside a Function.
-CodeSnippet = Callable[[Any], Any]
-
 
 class KnownAnswer(NamedTuple):
     """A computation, the array that it is applied to, and the result that it should return."""
@@ -42,51 +39,23 @@ class KnownAnswer(NamedTuple):
     expected: Any
 
 
-def _function(forward: Callable[[Any, Any], Any], backward: Callable[[Any, Any], Any]) -> Callable[..., Any]:
-    """Returns the `apply` of a translated Function with these methods."""
-    body = {"forward": staticmethod(forward), "backward": staticmethod(backward)}
-    return convert_function_class(type("SelfTest", (torch.autograd.Function,), body), __name__, _CONFIG).apply
+def _slope(code: Callable[[Any], Any], at: Any, expected: Any, *, is_in_forward: bool = False) -> KnownAnswer:
+    """Differentiates what a snippet of torch code returns: in `backward`, or in `forward`, which saves it."""
 
+    class SelfTest(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Any) -> Any:
+            ctx.save_for_backward(code(x) if is_in_forward else x)
+            return x.clone()
 
-def _output(code: CodeSnippet, at: Any, expected: Any) -> KnownAnswer:
-    """Runs a snippet in `forward`, whose output it is."""
-    return KnownAnswer(_function(lambda ctx, x: code(x), lambda ctx, g: g), at, expected)
+        @staticmethod
+        def backward(ctx: Any, *grad_outputs: Any) -> Any:
+            (saved,) = ctx.saved_tensors
+            return grad_outputs[0] * (saved if is_in_forward else code(saved))
 
-
-def _slope(code: CodeSnippet, at: Any, expected: Any) -> KnownAnswer:
-    """Runs a snippet in `backward`, and differentiates what it returns."""
-
-    def forward(ctx: Any, x: Any) -> Any:
-        ctx.save_for_backward(x)
-        return x.clone()
-
-    def backward(ctx: Any, g: Any) -> Any:
-        return g * code(ctx.saved_tensors[0])
-
-    return KnownAnswer(_second_derivative(_function(forward, backward)), at, expected)
-
-
-def _slope_of_saved(code: CodeSnippet, at: Any, expected: Any) -> KnownAnswer:
-    """Runs a snippet in `forward`, saves what it returns for `backward`, and differentiates it there."""
-
-    def forward(ctx: Any, x: Any) -> Any:
-        ctx.save_for_backward(code(x))
-        return x.clone()
-
-    def backward(ctx: Any, g: Any) -> Any:
-        return g * ctx.saved_tensors[0]
-
-    return KnownAnswer(_second_derivative(_function(forward, backward)), at, expected)
-
-
-def _second_derivative(function: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    def total(x: Any) -> Any:
-        return function(x).sum()
-
-    def total_slope(x: Any) -> Any:
-        return jax.grad(total)(x).sum()
-
-    return jax.grad(total_slope)
+    apply: Callable[[Any], Any] = convert_function_class(SelfTest, __name__, _CONFIG).apply
+    gradient = jax.grad(lambda x: apply(x).sum())
+    return KnownAnswer(jax.grad(lambda x: gradient(x).sum()), at, expected)
 
 
 class _Round(torch.autograd.Function):
@@ -110,7 +79,7 @@ def _update_in_place(x: Any) -> Any:
     y = x.clone()
     y.mul_(2)
     y[0] = 7
-    y[1:].add_(1)
+    y[1:].mul_(3)
     return y
 
 
@@ -143,10 +112,10 @@ def known_answers() -> dict[str, KnownAnswer]:
     """Returns the known answers by their names in messages."""
     three = np.full(3, 3)
     return {
-        "a Function applied inside forward": _slope_of_saved(_apply_round, X, three),
+        "a Function applied inside forward": _slope(_apply_round, X, three, is_in_forward=True),
         "a Function applied inside backward": _slope(_apply_round, X, three),
         "a Function applied by an `apply` looked up before": _slope(_round_by_name, X, three),
-        "an in-place update": _output(_update_in_place, X, [7, -4.2, 1.8]),
+        "an in-place update": _slope(_update_in_place, X, [0, 6, 6], is_in_forward=True),
         "a detached tensor": _slope(lambda x: x * x.detach(), X, X),
         "derivatives at ties": _slope(lambda x: _ties(x).expand(6) / 6, TIES, _torch_gradient_at_ties()),
     }
