@@ -23,7 +23,7 @@ from jaxfn._torch.convert.definition import Definition
 from jaxfn._torch.convert.explain import Conversion, ExplainedMethod, Explanation
 from jaxfn._torch.convert.traced_code import TensorSpec, TracedForward, TracedRule, TracedVmap, TraceLookup, tensor_spec
 from jaxfn._torch.graph.reads import Answerer, are_concrete
-from jaxfn._torch.trace.jax_function_node import ACTIVE_BACKWARD, inside_backward
+from jaxfn._torch.trace.jax_function_node import ACTIVE_BACKWARD
 from jaxfn._torch.trace.state import TraceConfig
 from jaxfn._torch.values.arrays import jax_dtype, torch_dtype
 from jaxfn._torch.values.errors import DataDependentError, EscapedTensorError, TranslationError
@@ -35,6 +35,7 @@ from jaxfn._torch.values.flatten import (
     slots,
     unflatten_tensors,
 )
+from jaxfn._torch.values.scopes import setting
 from jaxfn._torch.values.trace_cache import LRUCache, static_key
 from jaxfn._traces import is_ref
 from jaxfn._tree import as_array, is_array_leaf, is_none
@@ -361,7 +362,7 @@ def _run_backward(lookup: TraceLookup[TracedRule], arrays: Sequence[Any], key: A
         return lookup.run(arrays, key)
     _, gradients, _ = lookup.template
     arguments = lookup.cache, static_key(gradients), tuple(lookup.specs), lookup.needs_input_grad
-    with inside_backward(None):
+    with setting(ACTIVE_BACKWARD, call=None):
         rule = call.rules.get(arguments)
         if rule is not None:
             return rule, rule.run_graph(arrays, key)

@@ -243,7 +243,7 @@ class _TraceAttempt(NamedTuple):
     @property
     def is_translated(self) -> bool:
         """Whether the callable was traced, and JAX can run the translation."""
-        return isinstance(self.result, TracedCallable) and self.result.is_translated
+        return isinstance(self.result, TracedCallable) and not self.result.unsupported
 
     @property
     def is_informative(self) -> bool:

@@ -48,6 +48,7 @@ from jaxfn._torch.values.flatten import (
     slots,
     unflatten_tensors,
 )
+from jaxfn._torch.values.scopes import setting
 from jaxfn._torch.values.trace_cache import LRUCache, static_key, torch_settings
 from jaxfn._traces import innermost, staging_trace
 
@@ -145,11 +146,6 @@ class TracedCode:
         self._indices = translation.indices
         self._run_with_checks = functools.partial(_run_with_checks, translation, len(results))
         self._run_compiled_with_checks = jax.jit(self._run_with_checks)
-
-    @property
-    def is_translated(self) -> bool:
-        """Whether JAX can run the code and the Functions that it applies."""
-        return not self.unsupported
 
     @property
     def unsupported(self) -> list[Unsupported]:
@@ -359,13 +355,6 @@ class _CtxState:
 _CTX_ATTRIBUTES = ("jaxfn", "to_save", "saved_for_forward", "dirty_tensors", "non_differentiable", "materialize_grads")
 
 
-class SlotSource(NamedTuple):
-    """The source of a slot's value after `forward` ran: "input" or "result" with an index, or "constant"."""
-
-    kind: str
-    position: int
-
-
 class StorageAlias(NamedTuple):
     """A slot whose tensor may share storage with an "input", by index, or with an "output", by slot."""
 
@@ -469,27 +458,23 @@ class TracedForward(TracedCode):
         returned = {id(x): i for i, x in enumerate(flat.leaves)}
         self.dirty = {i: returned.get(id(inputs[i])) for i in dirty}
 
-        in_output = set(slots(self.output))
+        self._outputs = set(slots(self.output))
+        self._input_slots: dict[int, int] = {}  # Those whose value is that of an input, with its index.
         self._constant_slots: dict[int, torch.Tensor] = {}
-        self.sources: list[SlotSource] = []
-        results: list[torch.Tensor] = []
+        self._result_slots: list[int] = []
         for slot, value in enumerate(values):
             index = state.recorder.input_index(value)
             if index is not None:
-                self.sources.append(SlotSource("input", index))
-                self._input_of[slot] = index
-            elif slot not in in_output and state.recorder.is_constant(value):
-                self.sources.append(SlotSource("constant", slot))
+                self._input_slots[slot] = self._input_of[slot] = index
+            elif slot not in self._outputs and state.recorder.is_constant(value):
                 self._constant_slots[slot] = value
             else:
-                self.sources.append(SlotSource("result", len(results)))
-                results.append(value)
+                self._result_slots.append(slot)
         self.saved_slots = {
             method: [slot for slot in sorted(set(slots((saved, self._attributes)))) if slot not in self._constant_slots]
             for method, saved in self._saved.items()
         }
-        self._outputs = in_output
-        super().__init__(definition, "forward", state, results)
+        super().__init__(definition, "forward", state, [values[slot] for slot in self._result_slots])
         if self.reruns_forward and self.draws:
             raise TranslationError(
                 f"{definition.name}.forward draws random numbers and stores tensors with autograd's graph on ctx, so "
@@ -528,14 +513,10 @@ class TracedForward(TracedCode):
         # saving it would save the input, or as an output, since marking or differentiating it would affect that one.
         identity = ArrayIdentity(inputs)
         others = set(map(identity.key, inputs))
-        values: dict[int, Any] = {}
-        for slot, source in enumerate(self.sources):  # The slots of outputs come first.
-            if source.kind == "input":
-                values[slot] = inputs[source.position]
-            elif source.kind == "result":
-                value = results[source.position]
-                values[slot] = jnp.array(value, copy=True) if identity.key(value) in others else value
-                others |= {identity.key(values[slot])} if slot in self._outputs else set()
+        values = {slot: inputs[i] for slot, i in self._input_slots.items()}
+        for slot, value in zip(self._result_slots, results, strict=True):  # The slots of outputs come first.
+            values[slot] = jnp.array(value, copy=True) if identity.key(value) in others else value
+            others |= {identity.key(values[slot])} if slot in self._outputs else set()
         return values
 
     def arrays_to_save(self, method: str, inputs: Sequence[Any], values: Mapping[int, Any]) -> list[Any]:
@@ -544,7 +525,7 @@ class TracedForward(TracedCode):
 
     def values_of_inputs_and_outputs(self, inputs: Sequence[Any], outputs: Sequence[Any]) -> dict[int, Any]:
         """Returns the value of each slot that is an input or an output."""
-        of_inputs = {i: inputs[source.position] for i, source in enumerate(self.sources) if source.kind == "input"}
+        of_inputs = {slot: inputs[i] for slot, i in self._input_slots.items()}
         return of_inputs | dict(zip(slots(self.output), outputs, strict=True))
 
     def rule_lookup(
@@ -597,13 +578,9 @@ class TracedForward(TracedCode):
         if self._full_backward is not None:
             return self._full_backward
         lookup = self.full_backward_lookup()
-        before = ACTIVE.traced_backwards
-        ACTIVE.traced_backwards = (*before, self.definition.original)
-        try:
+        with setting(ACTIVE, traced_backwards=(*ACTIVE.traced_backwards, self.definition.original)):
             self._full_backward = lookup and lookup.get()
-            return self._full_backward
-        finally:
-            ACTIVE.traced_backwards = before
+        return self._full_backward
 
     def full_backward_lookup(self) -> TraceLookup[TracedRule] | None:
         """Returns the lookup of a trace of `backward` for gradients of all outputs, if there is a `backward`."""

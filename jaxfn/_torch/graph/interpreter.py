@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 import operator
 import threading
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import cached_property, partial, reduce
 from itertools import groupby
 from typing import Any, NamedTuple, cast
@@ -39,6 +39,7 @@ from jaxfn._torch.graph.targets import JaxCall, operation_name
 from jaxfn._torch.operations import TABLE, Operation, entry_name, half_to_single, is_half, unsupported_reason
 from jaxfn._torch.values.arrays import jax_dtype, to_numpy
 from jaxfn._torch.values.errors import TranslationError
+from jaxfn._torch.values.scopes import setting
 
 # Keyword arguments that only concern a tensor's device, storage and autograd.
 _IGNORED = frozenset({"device", "layout", "pin_memory", "memory_format", "non_blocking", "requires_grad", "generator"})
@@ -168,7 +169,8 @@ class TranslatedGraph:
         # Behind the constants of this graph are those of the Functions inside.
         values: dict[Node, Any] = {**known, **dict(zip(self._constants, constants, strict=False))}
         remaining = iter(inputs)
-        with _PASSED.passing(self.externals, constants[len(self._local_constants) :]):
+        passed = zip(map(id, self.externals), constants[len(self._local_constants) :], strict=True)
+        with setting(_PASSED, values=dict(passed)):
             for segment in self._segments:
                 if segment.is_recomputed:
                     recomputed = jax.checkpoint(partial(self._evaluate_segment, segment, values, key))
@@ -246,14 +248,6 @@ class _PassedExternals(threading.local):
     """The values of external tensors, by identity, in the graph that a thread evaluates, for Functions inside."""
 
     values: Mapping[int, Any] = {}
-
-    @contextmanager
-    def passing(self, tensors: Sequence[torch.Tensor], values: Sequence[Any]) -> Generator[None]:
-        before, self.values = self.values, dict(zip(map(id, tensors), values, strict=True))
-        try:
-            yield
-        finally:
-            self.values = before
 
 
 _PASSED = _PassedExternals()

@@ -17,7 +17,7 @@ from __future__ import annotations
 import contextlib
 import math
 import operator
-from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, NamedTuple, cast
 
@@ -52,6 +52,7 @@ from jaxfn._torch.operations import entry_name, unsupported_reason
 from jaxfn._torch.values.arrays import jax_dtype, to_jax, to_torch, torch_dtype
 from jaxfn._torch.values.errors import DataDependentError, EscapedTensorError, TranslationError
 from jaxfn._torch.values.flatten import flatten_tensors, map_tensors, tensors_in, unflatten_tensors
+from jaxfn._torch.values.scopes import setting
 from jaxfn._tree import is_array_leaf
 
 aten = torch.ops.aten
@@ -278,14 +279,9 @@ class Recorder(TorchDispatchMode):
                 return node
             node = source
 
-    @contextlib.contextmanager
-    def stopping_gradients(self) -> Generator[None]:
+    def stopping_gradients(self) -> AbstractContextManager[None]:
         """Records `detach` as `stop_gradient` inside the block; outside it, `detach` comes from autograd itself."""
-        self._stops, before = True, self._stops
-        try:
-            yield
-        finally:
-            self._stops = before
+        return setting(self, _stops=True)
 
     @property
     def is_grad_disabled(self) -> bool:
@@ -386,17 +382,12 @@ class Recorder(TorchDispatchMode):
         self._num_draws += draws_random_numbers(target)
         return node
 
-    @contextlib.contextmanager
-    def recomputing(self) -> Generator[None]:
+    def recomputing(self) -> AbstractContextManager[None]:
         """Rematerializes, under a derivative, what is recorded inside the block, as `jax.checkpoint` does."""
-        before = self._recomputed
-        if before is None and self.follows_grad_mode:
-            self._num_recomputed += 1
-            self._recomputed = self._num_recomputed
-        try:
-            yield
-        finally:
-            self._recomputed = before
+        if self._recomputed is not None or not self.follows_grad_mode:
+            return contextlib.nullcontext()
+        self._num_recomputed += 1
+        return setting(self, _recomputed=self._num_recomputed)
 
     def _bind_node(self, value: Any, node: torch.fx.Node) -> Any:
         """Makes `node` the node of `value`, a tensor or a tuple or list of tensors; returns `value`."""

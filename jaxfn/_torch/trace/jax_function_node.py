@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Callable, Generator, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -22,6 +22,7 @@ from jaxfn._torch.trace.state import TraceState, outside_trace
 from jaxfn._torch.values.arrays import jax_dtype
 from jaxfn._torch.values.errors import TranslationError
 from jaxfn._torch.values.flatten import flatten_tensors, unflatten_tensors
+from jaxfn._torch.values.scopes import setting
 from jaxfn._torch.values.trace_cache import torch_settings
 from jaxfn._tree import is_array_leaf
 
@@ -84,7 +85,7 @@ class JaxFunctionNode:
                 return [results[i] for i in outputs]
 
             _, pullback = jax.vjp(apply_to_inputs, *(arrays[i] for i in inputs))
-            with settings.restored(), inside_backward(call):
+            with settings.restored(), setting(ACTIVE_BACKWARD, call=call):
                 # torch's gradients of complex numbers are the conjugates of JAX's.
                 return [jnp.conj(g) for g in pullback([jnp.conj(ct) for ct in cotangents])]
 
@@ -131,20 +132,12 @@ class InnerBackward:
 
 
 class _ActiveBackward(threading.local):
+    """The call of `backward` by autograd inside the code that a thread evaluates; `None` where JAX calls it."""
+
     call: InnerBackward | None = None
 
 
 ACTIVE_BACKWARD = _ActiveBackward()
-
-
-@contextlib.contextmanager
-def inside_backward(call: InnerBackward | None) -> Generator[None]:
-    """Inside, `backward` methods are those that autograd inside the code calls; `None`: that JAX calls."""
-    before, ACTIVE_BACKWARD.call = ACTIVE_BACKWARD.call, call
-    try:
-        yield
-    finally:
-        ACTIVE_BACKWARD.call = before
 
 
 class NodeAutograd(torch.autograd.Function):

@@ -21,14 +21,22 @@ from torch.utils import _pytree as torch_tree
 from jaxfn._torch._compat import FakeTensor, FunctionalTensor, storage_id, without_functions, without_modes
 from jaxfn._torch.graph.numbers import TracedNumber
 from jaxfn._torch.values.errors import EscapedNumberError, TranslationError
+from jaxfn._torch.values.scopes import setting
 
-_THREAD = threading.local()
+
+class _Thread(threading.local):
+    """The tensors of the innermost trace of a thread; `None` outside traces."""
+
+    tracked: list[weakref.ref[Any]] | None = None
+
+
+_THREAD = _Thread()
 _COLLECTING = threading.RLock()
 
 
 def track(value: Any) -> Any:
     """Registers new tensors of a trace, and returns them."""
-    tracked: list[weakref.ref[Any]] | None = getattr(_THREAD, "tracked", None)
+    tracked = _THREAD.tracked
     if tracked is not None:
         if isinstance(value, (FunctionalTensor, TracedNumber)):
             tracked.append(weakref.ref(value))
@@ -39,7 +47,7 @@ def track(value: Any) -> Any:
 
 def swap(a: torch.Tensor, b: torch.Tensor) -> None:
     """Swaps two tensors of a trace. (`torch.utils.swap_tensors` rejects tensors with weak references.)"""
-    tracked: list[weakref.ref[Any]] = getattr(_THREAD, "tracked", None) or []
+    tracked = _THREAD.tracked or []
     tracked[:] = [reference for reference in tracked if reference() is not a and reference() is not b]
     torch.utils.swap_tensors(a, b)
     track([a, b])
@@ -47,7 +55,7 @@ def swap(a: torch.Tensor, b: torch.Tensor) -> None:
 
 def live_tensors() -> list[FunctionalTensor]:
     """Returns the tensors of the trace that are still referenced."""
-    return _live(getattr(_THREAD, "tracked", None) or [])
+    return _live(_THREAD.tracked or [])
 
 
 def tensors_with_storage(elem: torch.Tensor) -> list[FunctionalTensor]:
@@ -78,16 +86,13 @@ def checking_leaks(name: str) -> Generator[None]:
     Raises:
       TranslationError: User code references a tensor that depends on the inputs.
     """
-    before = getattr(_THREAD, "tracked", None)
     tracked: list[weakref.ref[Any]] = []
-    _THREAD.tracked = tracked
     try:
-        yield
+        with setting(_THREAD, tracked=tracked):
+            yield
     except BaseException:
-        _THREAD.tracked = before
         _release(tracked, is_checked=False)
         raise
-    _THREAD.tracked = before
     if _has_numbers(tracked):
         gc.collect()
         if _has_numbers(tracked):

@@ -29,6 +29,7 @@ from jaxfn._torch.trace.detach import DETACHED, stop_detached
 from jaxfn._torch.trace.leaks import track
 from jaxfn._torch.trace.selection import Selection, raise_unsupported
 from jaxfn._torch.values.errors import TranslationError
+from jaxfn._torch.values.scopes import setting
 from jaxfn._torch.values.trace_cache import IdentityKey, capture_key
 
 LEAF = "jaxfn_leaf"  # The attribute of an argument with the leaf tensor of which it is a copy.
@@ -350,12 +351,8 @@ ACTIVE = _ActiveTrace()
 @contextlib.contextmanager
 def outside_trace() -> Generator[None]:
     """Inside, torch and jaxfn run as if this thread were not tracing; another trace may begin."""
-    before, ACTIVE.state = ACTIVE.state, None
-    try:
-        with without_modes():
-            yield
-    finally:
-        ACTIVE.state = before
+    with setting(ACTIVE, state=None), without_modes():
+        yield
 
 
 def active_trace() -> TraceState:
