@@ -292,14 +292,11 @@ def accumulation_hooks(tensor: torch.Tensor) -> list[Callable[..., Any]]:
     return [*(hooks or {}).values()]
 
 
-def global_forward_hooks() -> list[Callable[..., Any]]:
-    """Returns the hooks that torch calls before and after every module (2.8 to 2.15)."""
-    return [*_modules._global_forward_pre_hooks.values(), *_modules._global_forward_hooks.values()]
-
-
-def global_backward_hooks() -> list[Callable[..., Any]]:
-    """Returns the hooks that torch calls in the backward pass of every module (2.8 to 2.15)."""
-    return [*_modules._global_backward_hooks.values(), *_modules._global_backward_pre_hooks.values()]
+def global_hooks() -> list[Callable[..., Any]]:
+    """Returns the hooks that torch calls for every module, also in its backward pass (2.8 to 2.15)."""
+    forward = _modules._global_forward_pre_hooks, _modules._global_forward_hooks
+    backward = _modules._global_backward_hooks, _modules._global_backward_pre_hooks
+    return [hook for hooks in (*forward, *backward) for hook in hooks.values()]
 
 
 def module_backward_hooks(module: Any) -> list[tuple[str, Callable[..., Any]]]:

@@ -22,7 +22,7 @@ from jaxfn._primitives import guard
 from jaxfn._torch.convert.definition import Definition
 from jaxfn._torch.convert.explain import Conversion, ExplainedMethod, Explanation
 from jaxfn._torch.convert.traced_code import TensorSpec, TracedForward, TracedRule, TracedVmap, TraceLookup, tensor_spec
-from jaxfn._torch.graph.reads import Answerer, are_concrete
+from jaxfn._torch.graph.reads import are_concrete
 from jaxfn._torch.trace.jax_function_node import ACTIVE_BACKWARD
 from jaxfn._torch.trace.state import TraceConfig
 from jaxfn._torch.values.arrays import jax_dtype, torch_dtype
@@ -132,10 +132,7 @@ class FunctionAdapter:
         (*values, key), (*dims, key_dim) = inputs, in_dims
         arguments = flatten_tensors(tuple(values), is_array_leaf)
         specs = [self._spec(array) for array in arguments.leaves]
-
-        def trace(specs: Sequence[TensorSpec], answerer: Answerer) -> TracedVmap:
-            return TracedVmap(self.definition, arguments.template, specs, info, tuple(dims), answerer)
-
+        trace = functools.partial(TracedVmap, self.definition, arguments.template, info, tuple(dims))
         template = arguments.template, dims, info.batch_size
         state = functools.partial(self.definition.python_state, "vmap")
         lookup = TraceLookup(f"{name}.vmap", self._traced_vmaps, template, specs, trace, (), self._warn_once, state)
@@ -246,9 +243,7 @@ class FunctionAdapter:
     def _forward_lookup(
         self, arguments: Any, specs: Sequence[TensorSpec], flags: tuple[bool, ...]
     ) -> TraceLookup[TracedForward]:
-        def trace(specs: Sequence[TensorSpec], answerer: Answerer) -> TracedForward:
-            return TracedForward(self.definition, arguments, specs, flags, answerer)
-
+        trace = functools.partial(TracedForward, self.definition, arguments, flags)
         name = f"{self.definition.name}.forward"
         state = functools.partial(self.definition.python_state, "forward")
         return TraceLookup(name, self._traced_forwards, arguments, specs, trace, flags, self._warn_once, state)

@@ -108,8 +108,18 @@ def _lift_function(
         if found_mutated is not None:
             found_mutated.update(mutated)
             mutated.clear()
-        _check_mutations(name, [x for x in mutated if x not in mutated_in_forward])
-        _warn_of_recomputed_mutations(name, [x for x in mutated if x in mutated_in_forward])
+        lost = [x for x in mutated if x not in mutated_in_forward]
+        if lost:
+            raise TranslationError(
+                f"{name}.backward mutates {', '.join(lost)}. On JAX the update would be lost, since net.apply has "
+                "already returned the buffers. Mutate it in forward, or compute it from the gradients of jax.grad"
+            )
+        if mutated:
+            warnings.warn(
+                f"{name} mutates {', '.join(mutated)} in forward and, where it repeats the computation, in backward. "
+                "torch updates them twice; the buffers that net.apply returns contain only the update in forward.",
+                stacklevel=2,
+            )
         gradients = [*returned] if isinstance(returned, tuple) else [returned]
         gradients += [None] * (max(indices.values(), default=-1) + 1 - len(gradients))
         for name in parameters:
@@ -137,23 +147,6 @@ def _current_node(tensor: torch.Tensor) -> torch.fx.Node:
     """Returns the graph node of a tensor's current value."""
     state = active_trace()
     return state.recorder.node(state.lower(tensor))
-
-
-def _check_mutations(name: str, mutated: Sequence[str]) -> None:
-    if mutated:
-        raise TranslationError(
-            f"{name}.backward mutates {', '.join(mutated)}. On JAX the update would be lost, since net.apply has "
-            "already returned the buffers. Mutate it in forward, or compute it from the gradients of jax.grad"
-        )
-
-
-def _warn_of_recomputed_mutations(name: str, mutated: Sequence[str]) -> None:
-    if mutated:
-        warnings.warn(
-            f"{name} mutates {', '.join(mutated)} in forward and, where it repeats the computation, in backward. torch "
-            "updates them twice; the buffers that net.apply returns contain only the update in forward.",
-            stacklevel=2,
-        )
 
 
 def _sum(a: torch.Tensor | None, b: torch.Tensor | None) -> torch.Tensor | None:

@@ -31,9 +31,9 @@ from jaxfn._torch.convert.explain import Conversion, Explanation
 from jaxfn._torch.convert.torch_callable import TorchCallable, TracedCallable
 from jaxfn._torch.graph.recorder import ExternalTensors, Recorder, has_nonstandard_strides
 from jaxfn._torch.trace.detach import forbid_mutation
+from jaxfn._torch.trace.hooks import apply_hook
 from jaxfn._torch.trace.leaks import storage_extent
 from jaxfn._torch.trace.state import ModuleTensors, OwnTensor, TraceConfig, TraceState, active_trace
-from jaxfn._torch.trace.tensor_hooks import apply_hook
 from jaxfn._torch.values.arrays import to_jax, to_torch
 from jaxfn._torch.values.errors import TranslationError
 from jaxfn._torch.values.trace_cache import IdentityKey, plain_attributes

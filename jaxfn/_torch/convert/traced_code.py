@@ -391,8 +391,8 @@ class TracedForward(TracedCode):
         self,
         definition: Definition,
         arguments: Any,
-        specs: Sequence[TensorSpec],
         needs_input_grad: tuple[bool, ...],
+        specs: Sequence[TensorSpec],
         answerer: Answerer,
     ) -> None:
         self.definition = definition
@@ -548,9 +548,7 @@ class TracedForward(TracedCode):
             own = map(id, shared_containers(self.arguments))
             attributes = replace_containers(attributes, dict(zip(own, containers, strict=True)))
 
-        def trace(specs: Sequence[TensorSpec], answerer: Answerer) -> TracedRule:
-            return TracedRule(self, method, arguments, attributes, specs, needs_input_grad, answerer)
-
+        trace = functools.partial(TracedRule, self, method, arguments, attributes, needs_input_grad)
         name = f"{self.definition.name}.{method}"
         state = functools.partial(self.definition.python_state, method)
         template = method, arguments, attributes  # Those may be objects that have changed since the call.
@@ -725,8 +723,8 @@ class TracedRule(TracedCode):
         method: str,
         template: Any,
         attributes: Any,
-        specs: Sequence[TensorSpec],
         needs_input_grad: tuple[bool, ...],
+        specs: Sequence[TensorSpec],
         answerer: Answerer,
     ) -> None:
         self.needs_input_grad = needs_input_grad
@@ -794,9 +792,9 @@ class TracedVmap(TracedCode):
         self,
         definition: Definition,
         arguments: Any,
-        specs: Sequence[TensorSpec],
         info: Any,
         in_dims: tuple[Any, ...],
+        specs: Sequence[TensorSpec],
         answerer: Answerer,
     ) -> None:
         state = TraceState(definition.name, definition.config, answerer=answerer)

@@ -49,7 +49,7 @@ from jaxfn._torch.graph.source_lines import Line, format_line, ops_hint, running
 from jaxfn._torch.graph.statements import running_purpose
 from jaxfn._torch.graph.targets import JaxCall, draws_random_numbers
 from jaxfn._torch.operations import entry_name, unsupported_reason
-from jaxfn._torch.values.arrays import jax_dtype, to_jax, to_torch, torch_dtype
+from jaxfn._torch.values.arrays import is_differentiable, jax_dtype, to_jax, to_torch, torch_dtype
 from jaxfn._torch.values.errors import DataDependentError, EscapedTensorError, TranslationError
 from jaxfn._torch.values.flatten import flatten_tensors, map_tensors, tensors_in, unflatten_tensors
 from jaxfn._torch.values.scopes import setting
@@ -817,7 +817,7 @@ def _is_differentiable_node(node: torch.fx.Node) -> bool:
 
 def _has_derivative(value: Any) -> bool:
     """Whether the dtype of a tensor in a node's result is differentiable."""
-    return any(x.dtype.is_floating_point or x.dtype.is_complex for x in tensors_in(value))
+    return any(is_differentiable(x.dtype) for x in tensors_in(value))
 
 
 # Operations whose result has the values of an argument, if shape and dtype match, with the argument's index.

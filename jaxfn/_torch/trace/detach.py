@@ -33,6 +33,7 @@ from jaxfn._torch.graph.recorder import Recorder, mutated_arguments
 from jaxfn._torch.graph.source_lines import source_line
 from jaxfn._torch.trace.autograd_nodes import unwrap_node
 from jaxfn._torch.trace.leaks import live_tensors, tensors_with_storage
+from jaxfn._torch.values.arrays import is_differentiable
 from jaxfn._torch.values.errors import TranslationError
 from jaxfn._torch.values.flatten import map_tensors, tensors_in
 
@@ -153,7 +154,11 @@ def run_operation(recorder: Recorder, mode: Any, func: Any, args: Any, kwargs: A
             marking = functools.partial(mark_detached, by_data=any(map(_is_by_data, operands)))
             map_tensors(marking, value)
         return value
-    mutated = [x for x in mutated_arguments(func, args, kwargs) if isinstance(x, FunctionalTensor) and _is_inexact(x)]
+    mutated = [
+        x
+        for x in mutated_arguments(func, args, kwargs)
+        if isinstance(x, FunctionalTensor) and is_differentiable(x.dtype)
+    ]
     if any(map(_is_by_data, mutated)):
         with mode:  # Autograd returns saved tensors through the mode.
             for x in filter(_is_by_data, mutated):
@@ -230,7 +235,3 @@ def _is_differentiable(recorder: Recorder, tensor: FunctionalTensor) -> bool:
 
 def _tensors(value: Any) -> list[FunctionalTensor]:
     return [x for x in tensors_in(value) if isinstance(x, FunctionalTensor)]
-
-
-def _is_inexact(tensor: torch.Tensor) -> bool:
-    return tensor.dtype.is_floating_point or tensor.dtype.is_complex

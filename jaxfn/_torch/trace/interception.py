@@ -36,6 +36,7 @@ from jaxfn._torch.graph.source_lines import is_library_code, is_user_code, runni
 from jaxfn._torch.trace import tensor_types, torch_functions
 from jaxfn._torch.trace.autograd_nodes import unwrap_node
 from jaxfn._torch.trace.detach import mark_detached, set_data
+from jaxfn._torch.trace.hooks import register_hook
 from jaxfn._torch.trace.indexing import get_item, set_item
 from jaxfn._torch.trace.jax_function_node import call_replacement
 from jaxfn._torch.trace.leaks import swap, track
@@ -43,7 +44,6 @@ from jaxfn._torch.trace.recurrent import pack, pad, recurrent
 from jaxfn._torch.trace.selection import Selection
 from jaxfn._torch.trace.selection_operations import call_with_selections
 from jaxfn._torch.trace.state import ACTIVE, LEAF, TraceState
-from jaxfn._torch.trace.tensor_hooks import register_hook
 from jaxfn._torch.values.errors import TranslationError
 from jaxfn._torch.values.flatten import tensors_in
 

@@ -19,7 +19,7 @@ import torch
 from jaxfn._torch._compat import original_apply
 from jaxfn._torch.graph.targets import JaxCall
 from jaxfn._torch.trace.state import TraceState, outside_trace
-from jaxfn._torch.values.arrays import jax_dtype
+from jaxfn._torch.values.arrays import is_differentiable, jax_dtype
 from jaxfn._torch.values.errors import TranslationError
 from jaxfn._torch.values.flatten import flatten_tensors, unflatten_tensors
 from jaxfn._torch.values.scopes import setting
@@ -69,7 +69,7 @@ class JaxFunctionNode:
     def backward(self, tensors: Sequence[torch.Tensor], outputs: Sequence[int]) -> JaxFunctionNode:
         """Returns the derivative: a function of these tensors and of the gradients of these outputs."""
         self.state.differentiates_functions = True
-        inputs = [i for i, x in enumerate(tensors) if _is_differentiable(x.dtype)]
+        inputs = [i for i, x in enumerate(tensors) if is_differentiable(x.dtype)]
         # The graph references these only, and not `self`.
         num_tensors, function, name, derivative_state = len(tensors), self.function, self.name, self.derivative_state
         settings, call = torch_settings(), InnerBackward(name, derivative_state)
@@ -154,7 +154,7 @@ class NodeAutograd(torch.autograd.Function):
             outputs = node.record(tensors)
         marked = node.non_differentiable
         ctx.mark_non_differentiable(
-            *(x for i, x in enumerate(outputs) if i in marked or not _is_differentiable(x.dtype))
+            *(x for i, x in enumerate(outputs) if i in marked or not is_differentiable(x.dtype))
         )
         return outputs
 
@@ -163,11 +163,7 @@ class NodeAutograd(torch.autograd.Function):
         tensors = ctx.saved_tensors
         cotangents = {i: g for i, g in enumerate(grad_outputs) if g is not None}
         gradients = iter(ctx.node.backward(tensors, [*cotangents])(*tensors, *cotangents.values()))
-        return None, None, *(next(gradients) if _is_differentiable(x.dtype) else None for x in tensors)
-
-
-def _is_differentiable(dtype: torch.dtype) -> bool:
-    return dtype.is_floating_point or dtype.is_complex
+        return None, None, *(next(gradients) if is_differentiable(x.dtype) else None for x in tensors)
 
 
 def draw_key(state: TraceState) -> torch.Tensor:

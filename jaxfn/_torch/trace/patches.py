@@ -28,11 +28,10 @@ from jaxfn._torch.trace import tensor_types
 from jaxfn._torch.trace.autograd_nodes import GradFn
 from jaxfn._torch.trace.detach import mark_detached
 from jaxfn._torch.trace.function_apply import apply_in_trace, look_up_attribute
+from jaxfn._torch.trace.hooks import check_no_backward_hooks, register_hook
 from jaxfn._torch.trace.interception import detach_in_place, read_values, return_tensor
 from jaxfn._torch.trace.jax_function_node import call_replacement
-from jaxfn._torch.trace.module_hooks import check_no_backward_hooks
 from jaxfn._torch.trace.state import ACTIVE, LEAF, TraceState
-from jaxfn._torch.trace.tensor_hooks import register_hook
 from jaxfn._torch.values.errors import TranslationError
 
 _MISSING = object()

@@ -28,6 +28,7 @@ from jaxfn._torch.graph.targets import operation_name
 from jaxfn._torch.trace.detach import DETACHED, stop_detached
 from jaxfn._torch.trace.leaks import track
 from jaxfn._torch.trace.selection import Selection, raise_unsupported
+from jaxfn._torch.values.arrays import is_differentiable
 from jaxfn._torch.values.errors import TranslationError
 from jaxfn._torch.values.scopes import setting
 from jaxfn._torch.values.trace_cache import IdentityKey, capture_key
@@ -225,7 +226,7 @@ class TraceState:
         with without_functions():
             tensor = self.lift(self.recorder.add_input(shape, dtype, strides_source))
             if requires_grad is not None:
-                if dtype.is_floating_point or dtype.is_complex:
+                if is_differentiable(dtype):
                     tensor.requires_grad_()  # Whatever the code reads, so that autograd works inside.
                 self._requires_grad[id(tensor)] = requires_grad
         self._inputs.append(tensor)
@@ -288,7 +289,7 @@ class TraceState:
 
     def make_argument(self, tensor: torch.Tensor) -> torch.Tensor:
         """Returns a tensor that requires a gradient for an input. It is not a leaf, so the code may mutate it."""
-        if not (tensor.dtype.is_floating_point or tensor.dtype.is_complex):
+        if not is_differentiable(tensor.dtype):
             return tensor
         with without_functions(), torch.enable_grad():
             argument = tensor.requires_grad_().clone()

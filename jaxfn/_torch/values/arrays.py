@@ -63,6 +63,11 @@ def torch_dtype(dtype: Any) -> torch.dtype:
     return getattr(torch, name)
 
 
+def is_differentiable(dtype: torch.dtype) -> bool:
+    """Whether tensors of a dtype have derivatives."""
+    return dtype.is_floating_point or dtype.is_complex
+
+
 def to_jax(tensor: torch.Tensor) -> jax.Array:
     """Returns a tensor's values as a new JAX array, with 64-bit dtypes under the x64 setting.
 

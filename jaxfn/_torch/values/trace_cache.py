@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from jaxfn._torch._compat import OPERATION_TYPES, global_backward_hooks, global_forward_hooks
+from jaxfn._torch._compat import OPERATION_TYPES, global_hooks
 from jaxfn._torch.values.flatten import MUTABLE, Slot
 from jaxfn._tree import leaf_key
 
@@ -110,8 +110,7 @@ class TorchSettings(NamedTuple):
 
 def torch_settings() -> TorchSettings:
     """Returns torch's settings here, which traces depend on."""
-    hooks = map(IdentityKey, [*global_forward_hooks(), *global_backward_hooks()])
-    return TorchSettings(tuple(setting.read() for setting in _SETTINGS), tuple(hooks))
+    return TorchSettings(tuple(setting.read() for setting in _SETTINGS), tuple(map(IdentityKey, global_hooks())))
 
 
 def static_key(value: Any) -> Hashable:

@@ -1,17 +1,19 @@
-"""Hooks of tensors, which torch calls with the tensor's gradient."""
+"""Hooks of tensors, which torch calls with the tensor's gradient, and backward hooks of modules, which raise."""
 
 from __future__ import annotations
 
+import functools
 import operator
 from collections.abc import Callable
 from typing import Any, cast
 
 import torch
 
-from jaxfn._torch._compat import OPERATION_TYPES, plain_torch, saved_values, without_functions
+from jaxfn._torch._compat import OPERATION_TYPES, module_backward_hooks, plain_torch, saved_values, without_functions
 from jaxfn._torch.graph.source_lines import source_line
 from jaxfn._torch.trace.autograd_nodes import HOOKED
 from jaxfn._torch.trace.state import TraceState
+from jaxfn._torch.values.arrays import is_differentiable
 from jaxfn._torch.values.errors import TranslationError
 
 
@@ -87,8 +89,7 @@ def _derivative_may_use_output(node: torch.fx.Node) -> bool:
 
 def _make_meta_tensor(node: torch.fx.Node) -> Any:
     value = node.meta["val"]
-    is_differentiable = value.dtype.is_floating_point or value.dtype.is_complex
-    return torch.empty(value.shape, dtype=value.dtype, device="meta", requires_grad=is_differentiable)
+    return torch.empty(value.shape, dtype=value.dtype, device="meta", requires_grad=is_differentiable(value.dtype))
 
 
 class _Handle:
@@ -100,3 +101,27 @@ class _Handle:
     def remove(self) -> None:
         """Raises, since the hook is part of the trace."""
         raise TranslationError(f"{self._name} removes a hook of a tensor, and the hook is already part of the trace")
+
+
+def check_no_backward_hooks(state: TraceState, original: Callable[[Any], Any], module: torch.nn.Module) -> Any:
+    """Raises if a module has backward hooks, its own or global ones, and torch would call them.
+
+    Patches `Module._get_backward_hooks` and `Module._get_backward_pre_hooks`, which torch calls only if there are
+    hooks.
+    """
+    if not torch.is_grad_enabled():
+        return original(module)
+    method, hook = module_backward_hooks(module)[0]
+    raise TranslationError(
+        f"{state.name}: {state.describe_module(module)} has a backward hook, {_describe_hook(hook)}, registered by "
+        f"{method}. torch's autograd calls it, and JAX does not. Remove the hook, and wrap the layer's output in a "
+        "torch.autograd.Function whose backward does what the hook does; a hook of a tensor, "
+        f"output.register_hook(hook), works too{source_line()}"
+    )
+
+
+def _describe_hook(hook: Any) -> str:
+    while isinstance(hook, functools.partial):
+        hook = hook.func
+    name: str = getattr(hook, "__qualname__", type(hook).__qualname__)
+    return name.rpartition("<locals>.")[2]
