@@ -21,10 +21,10 @@ from jaxfn._gradcheck.compare import rows_of_columns
 from jaxfn._gradcheck.evaluation.batches import BATCH_BYTES, as_rows, differences, points
 from jaxfn._gradcheck.evaluation.execution import ExecutionMode
 from jaxfn._gradcheck.evaluation.operations import by_operations
-from jaxfn._gradcheck.evaluation.vectors import Arrays, Basis, bases, random_vectors
+from jaxfn._gradcheck.evaluation.vectors import Arrays, Basis, random_vectors, unit_bases
 from jaxfn._gradcheck.problem.derivatives import ADMode, Derivatives, available
 from jaxfn._gradcheck.problem.problem import Problem
-from jaxfn._gradcheck.tolerance import Tolerance, are_resolved, excess, largest
+from jaxfn._gradcheck.tolerance import Tolerance, excess, is_resolved, largest
 
 _COMBINATION = (2.0, -3.0)
 _NUM_VECTORS = 4  # along which every rule is evaluated: two random ones, their combination, zero
@@ -235,7 +235,7 @@ class PropertyChecks:
     def _bases(self) -> Sequence[Basis]:
         """The unit vectors of the seed leaves and of the inputs; empty unless one batch holds the Jacobian for each."""
         d = self.derivatives
-        found = bases(self.mode.seed_leaves), bases(d.inputs)
+        found = unit_bases(self.mode.seed_leaves), unit_bases(d.inputs)
         if not (self._samples and d.is_traced and len(found[0]) == len(found[1]) == 1):
             return ()
         (seeds,), (columns,) = found
@@ -270,7 +270,7 @@ class PropertyChecks:
             for exact, numeric, error in zip(samples, *found, strict=True):
                 if (excess(exact, numeric, strict.estimated(numeric, abs(error))) > 1).any():
                     return False, False
-            return True, are_resolved(samples, found[0])
+            return True, all(map(is_resolved, samples, found[0]))
         return False, False
 
     def problems_of_eager_batching(self) -> list[str]:

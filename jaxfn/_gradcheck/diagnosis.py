@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxfn._gradcheck.compare import Comparison, JacobianBlock
+from jaxfn._gradcheck.compare import Comparison, JacobianBlock, Reference
 from jaxfn._gradcheck.evaluation.vectors import Basis, random_vectors
 from jaxfn._gradcheck.problem.derivatives import ADMode, available
 from jaxfn._gradcheck.problem.problem import Leaf
@@ -41,10 +41,14 @@ class BlockValues:
 class Diagnosis:
     """The diagnosis of wrong blocks of the Jacobian."""
 
-    comparison: Comparison  # the comparison that found them
-    mode: ADMode  # the mode of differentiation
-    by_autodiff: bool  # whether autodiff decides, not finite differences
+    comparison: Comparison  # the comparison that found them, along unit vectors
+    by: Reference  # what it compared with
     with_differences: bool  # whether to compute finite differences
+
+    @property
+    def mode(self) -> ADMode:
+        """The mode of differentiation."""
+        return self.by.mode
 
     def mismatches(self, blocks: Sequence[JacobianBlock]) -> list[Mismatch]:
         """Returns a mismatch for each block, the first few in detail."""
@@ -97,7 +101,7 @@ class Diagnosis:
             vectors = random_vectors(self.comparison.derivatives.inputs, 0)
             moved = [np.asarray(x) + s * v for x, s, v in zip(evaluator.xs, step, vectors, strict=True)]
             there = replace(self, comparison=replace(self.comparison, evaluator=evaluator.at(moved)))
-            aside = there._values(block, values.rows, values.columns, with_differences=not self.by_autodiff)
+            aside = there._values(block, values.rows, values.columns, with_differences=False)
             if (there._excesses(aside) > 1).any():
                 return False
             references.append(self._reference(aside))
@@ -125,7 +129,7 @@ class Diagnosis:
         )
 
     def _reference(self, values: BlockValues) -> Any:
-        return values.autodiff if self.by_autodiff else values.numeric
+        return values.autodiff if self.by.is_autodiff else values.numeric
 
     def _excesses(self, values: BlockValues) -> Any:
         return excess(values.analytic, self._reference(values), values.tolerances)
@@ -146,7 +150,7 @@ class Diagnosis:
         if len(rows) * len(columns) <= _DENSE:
             return self._values(block, rows, columns, self.with_differences)
         some_rows, some_columns = (rows, block.worst) if self.mode.is_forward else (block.worst, columns)
-        values = self._values(block, some_rows, some_columns, not self.by_autodiff)
+        values = self._values(block, some_rows, some_columns, with_differences=False)
         indices = _worst(self._excesses(values))
         worst_rows = sorted({some_rows[i] for i, _ in indices})
         worst_columns = sorted({some_columns[j] for _, j in indices})
@@ -155,7 +159,7 @@ class Diagnosis:
     def _values(
         self, block: JacobianBlock, rows: Sequence[int], columns: Sequence[int], with_differences: bool
     ) -> BlockValues:
-        """Computes entries by the rule, by autodiff, and by finite differences if they are to be used."""
+        """Computes entries by the rule, by the reference that decides, and by the other one if it is to be shown."""
         d = self.mode
         seed, result = (block.input, block.output) if d.is_forward else (block.output, block.input)
         basis = Basis(d.seed_leaves, (seed,))
@@ -167,15 +171,14 @@ class Diagnosis:
             return entries.T if d.is_forward else entries
 
         comparison = self.comparison
-        if self.by_autodiff:
-            analytic, autodiff, tolerances = map(
-                entries_of, zip(*comparison.entries_with_autodiff(d, basis, which), strict=True)
-            )
+        compared = zip(*comparison.entries(self.by, basis, which), strict=True)
+        analytic, numeric, tolerances = map(entries_of, compared)
+        autodiff = None
+        if self.by.is_autodiff:
+            autodiff = numeric
             numeric = entries_of(comparison.differences(d, basis, which)[0]) if with_differences else None
-        else:
-            compared = comparison.entries_with_differences(d, available(d.rule), basis, which)
-            analytic, numeric, tolerances = map(entries_of, zip(*compared, strict=True))
-            autodiff = entries_of(comparison.values(available(d.reference), basis, which)) if d.has_reference else None
+        elif d.has_reference:
+            autodiff = entries_of(comparison.values(available(d.reference), basis, which))
         return BlockValues(rows, columns, analytic, numeric, autodiff, tolerances)
 
 

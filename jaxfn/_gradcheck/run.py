@@ -15,13 +15,13 @@ from jaxfn._check.draws import draw
 from jaxfn._check.partition import sharding_rule_problems
 from jaxfn._diagnostics import source_location
 from jaxfn._gradcheck.checks import Findings, PropertyChecks, problems_of_vmap
-from jaxfn._gradcheck.compare import Comparison, JacobianBlock
+from jaxfn._gradcheck.compare import Comparison, JacobianBlock, Reference
 from jaxfn._gradcheck.diagnosis import Diagnosis
 from jaxfn._gradcheck.evaluation.batches import BatchedEvaluator
 from jaxfn._gradcheck.evaluation.execution import ExecutionMode
+from jaxfn._gradcheck.evaluation.vectors import PROJECTIONS, random_bases, unit_bases
 from jaxfn._gradcheck.problem.derivatives import Derivatives, UnavailableError, available, derive
 from jaxfn._gradcheck.problem.problem import Problem
-from jaxfn._gradcheck.projections import PROJECTIONS, Projections
 from jaxfn._gradcheck.report.kinds import KINK, name_swapped
 from jaxfn._gradcheck.report.progress import Progress
 from jaxfn._gradcheck.report.report import GradcheckReport, Mismatch
@@ -223,15 +223,14 @@ class _Check:
 
     def _compare_jacobians(self) -> None:
         d = self.derivatives
-        comparison = Comparison(d, self.tolerance, self.step, self.evaluator)
-        method: Comparison | Projections = comparison
+        bases = unit_bases
         if self.options.fast_mode:
             self.report.notes.append(f"fast mode: {PROJECTIONS} random projections of each output and each input")
-            method = Projections(comparison)
-        is_trusted = self._is_trusted(method)
+            bases = random_bases
+        comparison = Comparison(d, self.tolerance, self.step, self.evaluator, bases)
+        is_trusted = self._is_trusted(comparison)
         if is_trusted and self._is_resolved(comparison):
             comparison = replace(comparison, tolerance=replace(self.tolerance, least_scale=0.0))
-            method = Projections(comparison) if self.options.fast_mode else comparison
         takes_differences = self.options.against != "autodiff"
         for mode in self.modes:
             found = self.findings[mode.name]
@@ -240,9 +239,10 @@ class _Check:
             by_autodiff = is_trusted and mode.has_reference
             if not by_autodiff:
                 self._note_differences()
-            blocks = method.with_autodiff(mode) if by_autodiff else method.with_differences(mode, available(mode.rule))
-            diagnosis = Diagnosis(comparison, mode, by_autodiff, takes_differences)
-            mismatches = self._classified(diagnosis, self._explained(diagnosis, blocks))
+            reference = Reference(mode, available(mode.rule), by_autodiff)
+            diagnosis = Diagnosis(replace(comparison, bases=unit_bases), reference, takes_differences)
+            mismatches = self._explained(diagnosis, comparison.blocks(reference))
+            self._classify(mismatches, comparison, reference)
             self.report.mismatches += mismatches
             if found.is_nan and not mismatches:
                 self.report.problems.append(
@@ -264,19 +264,14 @@ class _Check:
             note = f"compared with finite differences only, not with autodiff: {self.derivatives.reverse.reference}"
             self.report.notes += [note] if note not in self.report.notes else []
 
-    def _classified(self, diagnosis: Diagnosis, mismatches: list[Mismatch]) -> Sequence[Mismatch]:
+    def _classify(self, mismatches: Sequence[Mismatch], comparison: Comparison, reference: Reference) -> None:
         """Adds kinds that several mismatches of a mode show together."""
-        if mismatches:
-            name_swapped(mismatches)
-            comparison, mode, by_autodiff = diagnosis.comparison, diagnosis.mode, diagnosis.by_autodiff
-            saved, stopped = (None, None)
-            if any(mismatch.mistake != KINK for mismatch in mismatches):
-                is_fast = self.options.fast_mode
-                saved, stopped = explain_by_saved(comparison, mode, by_autodiff=by_autodiff, is_fast=is_fast)
+        name_swapped(mismatches)
+        if any(mismatch.mistake != KINK for mismatch in mismatches):
+            saved, stopped = explain_by_saved(comparison, reference)
             self.report.notes += [stopped] if stopped else []
             for mismatch in mismatches if saved else ():
                 mismatch.mistake = f"{mismatch.mistake}, or {saved}" if mismatch.mistake else saved
-        return mismatches
 
     def _explained(self, diagnosis: Diagnosis, blocks: Sequence[JacobianBlock]) -> list[Mismatch]:
         """Returns mismatches with their entries; for projections only if the Jacobian is small."""
@@ -292,7 +287,7 @@ class _Check:
                 found.append(diagnosis.named(block))
         return found
 
-    def _is_trusted(self, method: Comparison | Projections) -> bool:
+    def _is_trusted(self, comparison: Comparison) -> bool:
         """Whether autodiff decides: finite differences agree with it, or are not used."""
         d = self.derivatives
         if self.options.against != "both":
@@ -301,7 +296,8 @@ class _Check:
             return True
         for mode in (d.forward, d.reverse):
             if mode.has_reference:
-                return self._autodiff_decides(method.with_differences(mode, available(mode.reference), coarsely=True))
+                reference = Reference(mode, available(mode.reference), is_autodiff=False, is_coarse=True)
+                return self._autodiff_decides(comparison.blocks(reference))
         return False
 
     def _is_resolved(self, comparison: Comparison) -> bool:
@@ -309,7 +305,8 @@ class _Check:
         found, d = self.findings[self.modes[-1].name], self.derivatives
         if self.options.against == "autodiff" or found.autodiff_agrees:
             return self.options.against == "autodiff" or found.is_resolved
-        return Projections(comparison).are_resolved(d.forward if d.forward.has_reference else d.reverse)
+        mode = d.forward if d.forward.has_reference else d.reverse
+        return replace(comparison, bases=random_bases).is_resolved(mode)
 
     def _autodiff_decides(self, blocks: Sequence[JacobianBlock]) -> bool:
         """Whether autodiff decides, from the blocks in which it differs from finite differences."""

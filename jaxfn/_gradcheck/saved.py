@@ -32,12 +32,11 @@ from jax.tree_util import tree_leaves, tree_unflatten
 from jaxfn._check.draws import random_generator
 from jaxfn._check.staging import JaxprFunction, bytes_per_call, stage
 from jaxfn._compat import eqn_source_line, eval_eqn, is_plain_jit, jit_p
-from jaxfn._gradcheck.compare import Comparison
+from jaxfn._gradcheck.compare import Comparison, Reference
 from jaxfn._gradcheck.evaluation.batches import BATCH_BYTES
 from jaxfn._gradcheck.evaluation.vectors import Arrays, Vectors, random_vectors
 from jaxfn._gradcheck.problem.derivatives import ADMode, available
 from jaxfn._gradcheck.problem.problem import Leaf
-from jaxfn._gradcheck.projections import PROJECTIONS, Projections
 from jaxfn._gradcheck.tolerance import ATOL, RTOL
 from jaxfn._jaxpr import eval_jaxpr_with, is_any_of, primitives, subjaxprs
 from jaxfn._observe import OBSERVATION, Label, Observation, label_p
@@ -67,27 +66,21 @@ class _Evaluated(NamedTuple):
 _Find = Callable[[_Key, Sequence[_Evaluated]], Any]
 
 
-def explain_by_saved(
-    comparison: Comparison, mode: ADMode, *, by_autodiff: bool, is_fast: bool
-) -> tuple[str | None, str | None]:
+def explain_by_saved(comparison: Comparison, reference: Reference) -> tuple[str | None, str | None]:
     """Returns which change alone makes all derivatives of a mode right: of a saved array, or of a factor of a term.
 
     Returns:
       The explanation, or `None`; and a note if the search was stopped.
     """
-    d, evaluator = comparison.derivatives, comparison.evaluator
+    d, evaluator, mode = comparison.derivatives, comparison.evaluator, reference.mode
     if not d.is_traced:
         return None, None
     points, vectors = (evaluator.xs, _second_point(evaluator.xs)), random_vectors(mode.seed_leaves, 0)
     at_points = [replace(comparison, evaluator=evaluator.at(xs)) for xs in points]
-    methods = list(map(Projections, at_points)) if is_fast else at_points
 
     def is_right(replacements: _Replacements) -> bool:
         derivative = stage(partial(_results, rule, replacements), points[0], vectors)
-        other = replace(mode, rule=derivative)
-        return not any(
-            m.with_autodiff(other) if by_autodiff else m.with_differences(other, derivative) for m in methods
-        )
+        return not any(there.blocks(replace(reference, derivative=derivative)) for there in at_points)
 
     def search(
         candidates: Sequence[tuple[str, _Replacements]], variants: _Variants
@@ -101,8 +94,8 @@ def explain_by_saved(
         with OBSERVATION(Observation.VALUES):
             rule = stage(mode.derivative_of(d.call), points[0], vectors)
             evaluated = [_evaluate(rule, _own, xs, vectors)[1] for xs in points]
-        limit = _limit(rule, mode, is_fast)
-        make = partial(_Variants, rule, evaluated, at_points, mode, vectors, by_autodiff)
+        limit = _limit(rule, comparison, mode)
+        make = partial(_Variants, rule, evaluated, at_points, reference, vectors)
         every = list(_candidates(evaluated[1]))
         candidates = every[:limit]
         right, is_cut = search(candidates, make({target for _, replaced in candidates for target in replaced}))
@@ -131,10 +124,11 @@ def explain_by_saved(
     return None, f"the search for a {what}" if what else None
 
 
-def _limit(rule: JaxprFunction, mode: ADMode, is_fast: bool) -> int:
+def _limit(rule: JaxprFunction, comparison: Comparison, mode: ADMode) -> int:
     """Returns the largest number of replacements: more only if one batch holds them."""
-    leaves = (*mode.seed_leaves, *mode.result_leaves)
-    vectors_of_check = PROJECTIONS * len(leaves) if is_fast else sum(leaf.num_components for leaf in leaves)
+    vectors_of_check = sum(
+        basis.size for leaves in (mode.seed_leaves, mode.result_leaves) for basis in comparison.bases(leaves)
+    )
     return max(_FACTOR * vectors_of_check, BATCH_BYTES // max(bytes_per_call(rule), 1))
 
 
@@ -145,9 +139,8 @@ class _Variants:
       rule: the rule.
       evaluated: its `label` eqns and additions, at each point.
       at_points: the comparisons at the points.
-      mode: the mode of differentiation.
+      reference: what decides.
       vectors: the vector.
-      by_autodiff: whether autodiff decides.
       targets: the operands.
     """
 
@@ -156,16 +149,15 @@ class _Variants:
         rule: JaxprFunction,
         evaluated: Sequence[Sequence[_Evaluated]],
         at_points: Sequence[Comparison],
-        mode: ADMode,
+        reference: Reference,
         vectors: Arrays,
-        by_autodiff: bool,
         targets: Collection[_Key],
     ) -> None:
         self._targets = sorted(targets)
-        self._evaluated, self._at_points, self._mode, self._vectors = evaluated, at_points, mode, vectors
-        self._by_autodiff = by_autodiff
+        self._evaluated, self._at_points, self._vectors = evaluated, at_points, vectors
+        self._mode, self._by_autodiff = reference.mode, reference.is_autodiff
         operands = [_own(key, evaluated[0]) for key in self._targets]
-        self._leaves = (*mode.seed_leaves, *(Leaf("", x.shape, x.dtype) for x in operands))
+        self._leaves = (*self._mode.seed_leaves, *(Leaf("", x.shape, x.dtype) for x in operands))
 
         def with_operands(xs: Arrays, arrays: Arrays) -> tuple[Arrays, Arrays]:
             given = dict(zip(self._targets, arrays[len(vectors) :], strict=True))

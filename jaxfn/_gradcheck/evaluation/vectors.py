@@ -18,6 +18,7 @@ Arrays = list[Any]
 # Up to this many components all leaves share one basis, which compiles less. With more, each leaf has one, so that a
 # batch has no others.
 _TOGETHER = 1024
+PROJECTIONS = 2  # random vectors of each leaf, in fast mode
 
 
 def random_vectors(leaves: Sequence[Leaf], seed: int) -> Arrays:
@@ -43,31 +44,36 @@ class Basis:
     """The unit vectors of some of the leaves."""
 
     leaves: tuple[Leaf, ...]  # all leaves
-    chosen: tuple[int, ...]  # the indices of the leaves that have unit vectors here
+    chosen: tuple[int, ...]  # the indices of the leaves that have vectors here
+
+    def count(self, leaf: int) -> int:
+        """Returns the number of vectors of a leaf: one per real component."""
+        return self.leaves[leaf].num_components
 
     @cached_property
     def size(self) -> int:
-        """The number of unit vectors: one per real component."""
-        return sum(self.leaves[i].num_components for i in self.chosen)
+        """The number of vectors."""
+        return sum(map(self.count, self.chosen))
 
     @cached_property
     def offsets(self) -> dict[int, int]:
-        """The offset of the first component of each chosen leaf."""
-        sizes = [self.leaves[i].num_components for i in self.chosen]
-        return dict(zip(self.chosen, accumulate(sizes, initial=0), strict=False))
+        """The offset of the first vector of each chosen leaf."""
+        return dict(zip(self.chosen, accumulate(map(self.count, self.chosen), initial=0), strict=False))
+
+    def directions(self, leaf: int) -> Any:
+        """Returns the vectors of a leaf, without the zeros of the others."""
+        count, of_leaf = self.count(leaf), self.leaves[leaf]
+        return _as_entries(np.eye(count), of_leaf).reshape(count, *of_leaf.shape)
 
     def arrays(self) -> Arrays:
-        """Returns all unit vectors: for each leaf an array with a leading axis."""
-        components = np.eye(self.size)
+        """Returns all vectors: for each leaf an array with a leading axis."""
         arrays: Arrays = [np.zeros((self.size, *leaf.shape), leaf.dtype) for leaf in self.leaves]
         for i in self.chosen:
-            leaf, start = self.leaves[i], self.offsets[i]
-            part = components[:, start : start + leaf.num_components]
-            arrays[i] = complex_entries(part, leaf).astype(leaf.dtype).reshape(self.size, *leaf.shape)
+            arrays[i][self.part(i)] = self.directions(i)
         return arrays
 
     def vectors(self, which: Sequence[int] | None = None) -> Vectors:
-        """Returns all unit vectors, or those with indices `which`."""
+        """Returns all vectors, or those with indices `which`."""
         every = np.arange(self.size) if which is None else np.asarray(which, int)
 
         def make(numbers: Any) -> Arrays:
@@ -78,8 +84,63 @@ class Basis:
 
         return Vectors(self.leaves, self.chosen, len(every), make, expand)
 
+    def products(self, arrays: Arrays, *, of_errors: bool = False) -> Any:
+        """Returns real inner products with all vectors, of shape (n, vectors), or bounds of their errors.
 
-def bases(leaves: tuple[Leaf, ...]) -> list[Basis]:
+        Args:
+          arrays: for each leaf, an array of shape (n, size), or bounds of its errors.
+          of_errors: whether they are bounds; those of a complex number are one for each part.
+        """
+        return np.concatenate([_real_components(arrays[i]) for i in self.chosen], axis=1)
+
+    def entries(self, leaf: int, products: Any) -> Any:
+        """Returns the entries of a leaf that `products` show."""
+        return _as_entries(products[:, self.part(leaf)], self.leaves[leaf])
+
+    def part(self, leaf: int) -> slice:
+        """Returns the indices of a leaf's vectors."""
+        return slice(self.offsets[leaf], self.offsets[leaf] + self.count(leaf))
+
+
+class RandomBasis(Basis):
+    """A few random vectors of length one for each leaf, in place of the unit vectors."""
+
+    def count(self, leaf: int) -> int:
+        return PROJECTIONS
+
+    def directions(self, leaf: int) -> Any:
+        of_leaf = self.leaves[leaf]
+        vectors = np.stack([draw(f"projection of {of_leaf.name}", k, of_leaf) for k in range(PROJECTIONS)])
+        norms = np.linalg.norm(vectors.reshape(PROJECTIONS, -1), axis=1)
+        return vectors / _along_first_axis(np.maximum(norms, np.finfo(float).tiny), vectors.ndim)
+
+    def vectors(self, which: Sequence[int] | None = None) -> Vectors:
+        every = np.arange(self.size) if which is None else np.asarray(which, int)
+        directions = list(map(self.directions, self.chosen))
+
+        def make(numbers: Any) -> Arrays:
+            leaf, projection = np.divmod(every[numbers], PROJECTIONS)
+            return [v[projection] * _along_first_axis(leaf == i, v.ndim) for i, v in enumerate(directions)]
+
+        return Vectors(self.leaves, self.chosen, len(every), make)
+
+    def products(self, arrays: Arrays, *, of_errors: bool = False) -> Any:
+        products: Arrays = []
+        for array, directions in zip(arrays, map(self.directions, self.chosen), strict=True):
+            vectors = directions.reshape(PROJECTIONS, -1).T
+            products.append(abs(array) @ abs(vectors) if of_errors else (array.conj() @ vectors).real)
+        return np.concatenate(products, axis=1)
+
+    def entries(self, leaf: int, products: Any) -> Any:
+        return products[:, self.part(leaf)]
+
+
+def random_bases(leaves: tuple[Leaf, ...]) -> list[Basis]:
+    """Returns a few random vectors of each leaf."""
+    return [RandomBasis(leaves, tuple(range(len(leaves))))] if leaves else []
+
+
+def unit_bases(leaves: tuple[Leaf, ...]) -> list[Basis]:
     """Returns the unit vectors of all leaves, in one basis or in one for each leaf."""
     filled = tuple(i for i, leaf in enumerate(leaves) if leaf.size)
     if sum(leaf.num_components for leaf in leaves) <= _TOGETHER:
@@ -87,9 +148,18 @@ def bases(leaves: tuple[Leaf, ...]) -> list[Basis]:
     return [Basis(leaves, (i,)) for i in filled]
 
 
-def complex_entries(array: Any, leaf: Leaf) -> Any:
+def _along_first_axis(array: Any, ndim: int) -> Any:
+    return array.reshape(-1, *[1] * (ndim - 1))
+
+
+def _as_entries(components: Any, leaf: Leaf) -> Any:
     """Combines the real components of a leaf, along the last axis, to its entries."""
-    return array[:, : leaf.size] + 1j * array[:, leaf.size :] if leaf.is_complex else array
+    return components[:, : leaf.size] + 1j * components[:, leaf.size :] if leaf.is_complex else components
+
+
+def _real_components(columns: Any) -> Any:
+    """Returns complex columns as real ones: all real parts, then all imaginary parts."""
+    return np.concatenate([columns.real, columns.imag], axis=1) if np.iscomplexobj(columns) else columns
 
 
 def _unit(leaf: Leaf, component: Any) -> Any:

@@ -73,11 +73,6 @@ class ADMode:
     def has_reference(self) -> bool:
         return not isinstance(self.reference, UnavailableError)
 
-    @property
-    def rule_and_reference(self) -> list[Derivative]:
-        """The rule, and the reference if there is one."""
-        return [available(self.rule), *([available(self.reference)] if self.has_reference else [])]
-
     def output_and_input(self, seed: int, result: int) -> tuple[int, int]:
         """Returns the indices of an output and an input, from those of a seed leaf and a result leaf."""
         return (result, seed) if self.is_forward else (seed, result)
