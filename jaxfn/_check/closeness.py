@@ -1,4 +1,7 @@
-"""Errors that a good implementation may have, by the magnitude of the numbers.
+"""How close is close: the errors that a good implementation may have, by the magnitude of the numbers.
+
+An entry is right if its difference is at most what is allowed for it (`excess`, `agree`). That is an error that was
+measured (`by_magnitude`), or else the rounding of the entry itself (`rounding_of_terms`).
 
 # Note: groups of magnitudes
 
@@ -28,6 +31,7 @@ import numpy as np
 
 Array = np.ndarray[Any, Any]
 
+_TINY = float(np.finfo(np.float64).tiny)
 _BINADES = 8
 _SMALLEST = 0.1  # the fraction of entries that count as tails
 _FALSE_ALARM_RATE = 1e-6
@@ -51,6 +55,35 @@ def group_scale(magnitudes: Array) -> Array:
     for group in np.unique(groups):
         scale[groups == group] = finite[groups == group].max()
     return scale
+
+
+def largest(array: Any) -> Any:
+    """Returns the largest absolute value, 0 for an empty array."""
+    return np.max(abs(array), initial=0.0)
+
+
+def rounding_of_terms(terms: Any, relative: float, of_array: float) -> Any:
+    """Returns how much two ways to compute numbers may differ, as sums of terms of these sizes.
+
+    Args:
+      terms: the terms, or the numbers themselves.
+      relative: the difference relative to the largest number of about that magnitude.
+      of_array: the difference relative to the largest number: where larger terms cancel.
+    """
+    finite = np.where(np.isfinite(terms), abs(terms), 0.0)
+    return relative * group_scale(finite) + of_array * largest(finite)
+
+
+def excess(value: Any, expected: Any, allowed: Any) -> Any:
+    """Returns the difference over the allowed one; above 1 is a mismatch, and `nan` agrees with nothing."""
+    times = abs(value - expected) / np.maximum(allowed, _TINY)
+    return np.where(value == expected, 0.0, np.where(np.isnan(times), np.inf, times))
+
+
+def agree(value: Any, expected: Any, allowed: Any) -> Any:
+    """Returns for each entry of an array that was computed in two ways whether it agrees; NaN equals NaN."""
+    with np.errstate(invalid="ignore"):  # infinity minus infinity
+        return (excess(value, expected, allowed) <= 1) | (np.isnan(value) & np.isnan(expected))
 
 
 class ErrorStats(NamedTuple):

@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxfn._check.closeness import group_scale
+from jaxfn._check.closeness import agree, rounding_of_terms
 from jaxfn._compat import compile_quickly
 from jaxfn._partition import RECORD, Compute, Layout, PartitionRecord, on_part
 from jaxfn._sharding_rule import Factors
@@ -91,7 +91,4 @@ def _is_close(a: Any, b: Any) -> bool:
         return bool((np.asarray(a) == np.asarray(b)).all())
     eps = float(jnp.finfo(b.dtype).eps)
     a, b = (np.asarray(x).astype(np.complex128 if jnp.iscomplexobj(b) else np.float64) for x in (a, b))
-    scale = group_scale(abs(b))
-    allowed = _MANY_ROUNDINGS * (eps**0.5 * scale + eps * scale.max(initial=0))
-    with np.errstate(invalid="ignore"):  # infinity minus infinity
-        return bool(((abs(a - b) <= allowed) | (a == b) | (np.isnan(a) & np.isnan(b))).all())
+    return bool(agree(a, b, rounding_of_terms(b, _MANY_ROUNDINGS * eps**0.5, _MANY_ROUNDINGS * eps)).all())

@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxfn._check.closeness import agree, excess, rounding_of_terms
 from jaxfn._check.modes import Derivative, LeafFunction, PartialDerivative, batchings, parts
 from jaxfn._check.staging import bytes_per_call, is_same_output, stage
 from jaxfn._gradcheck.compare import rows_of_columns
@@ -24,11 +25,12 @@ from jaxfn._gradcheck.evaluation.operations import by_operations
 from jaxfn._gradcheck.evaluation.vectors import Arrays, Basis, random_vectors, unit_bases
 from jaxfn._gradcheck.problem.derivatives import ADMode, Derivatives, available
 from jaxfn._gradcheck.problem.problem import Problem
-from jaxfn._gradcheck.tolerance import Tolerance, excess, is_resolved, largest
+from jaxfn._gradcheck.tolerance import Tolerance, is_resolved
 
 _COMBINATION = (2.0, -3.0)
 _NUM_VECTORS = 4  # along which every rule is evaluated: two random ones, their combination, zero
-_RECOMPILED_RTOL = 1e-13  # the relative difference between two compilations of equal operations
+# The difference between two compilations of equal operations, relative to numbers of about that magnitude, and to all.
+_RECOMPILED, _RECOMPILED_OF_ARRAY = 1e-13, 2e-15
 _NUM_SAMPLES = 4  # vectors along which autodiff is compared with finite differences
 _SHIFT = 1e-3  # added to the inputs, as some may be zero
 _SHIFT_FACTOR = 1.001  # factor of the inputs for a second point, so that the items of a batch are not equal
@@ -172,8 +174,8 @@ class PropertyChecks:
         d = self.mode
         if not self._equal(r.outputs, rerun.outputs):
             problems.append("The function is not deterministic: two runs on equal inputs gave different outputs.")
-        others = [(rerun.results, 0.0), *((again, _RECOMPILED_RTOL) for again in r.retraced)]
-        if not all(self._equal(r.results, other, slack) for other, slack in others):
+        others = [(rerun.results, 0.0), *((again, _RECOMPILED) for again in r.retraced)]
+        if not all(self._equal(r.results, other, relative) for other, relative in others):
             problems.append(
                 f"{d.method} is not deterministic: two runs on equal inputs and {d.seed_name}s gave different "
                 f"{d.result_name}s. They may differ by nondet_tol={self.nondet_tol:g}."
@@ -320,12 +322,11 @@ class PropertyChecks:
         derivative(self.xs, vectors)
         return derivative
 
-    def _equal(self, first: Arrays, second: Arrays, slack: float = 0.0) -> bool:
-        for a, b in zip(first, second, strict=True):
-            bound = self.nondet_tol + (slack * largest(a) if slack else 0.0)
-            if not ((abs(a - b) <= bound) | (a == b) | (np.isnan(a) & np.isnan(b))).all():
-                return False
-        return True
+    def _equal(self, first: Arrays, second: Arrays, relative: float = 0.0) -> bool:
+        return all(
+            agree(b, a, self.nondet_tol + rounding_of_terms(a, relative, relative and _RECOMPILED_OF_ARRAY)).all()
+            for a, b in zip(first, second, strict=True)
+        )
 
 
 def problems_of_vmap(problem: Problem, derivatives: Derivatives, tolerance: Tolerance) -> list[str]:

@@ -8,12 +8,13 @@ from typing import Any
 
 import numpy as np
 
+from jaxfn._check.closeness import excess, largest
 from jaxfn._check.modes import Derivative
 from jaxfn._gradcheck.evaluation.batches import BatchedEvaluator
 from jaxfn._gradcheck.evaluation.vectors import Arrays, Basis, Vectors, random_vectors
 from jaxfn._gradcheck.problem.derivatives import ADMode, Derivatives, available
 from jaxfn._gradcheck.problem.problem import Leaf
-from jaxfn._gradcheck.tolerance import Tolerance, excess, is_resolved, largest
+from jaxfn._gradcheck.tolerance import Tolerance, is_resolved
 
 _MAX_WORST = 8
 _DOUBLE_BYTES = 8

@@ -8,13 +8,13 @@ from typing import Any
 
 import numpy as np
 
+from jaxfn._check.closeness import excess
 from jaxfn._gradcheck.compare import Comparison, JacobianBlock, Reference
 from jaxfn._gradcheck.evaluation.vectors import Basis, random_vectors
 from jaxfn._gradcheck.problem.derivatives import ADMode, available
 from jaxfn._gradcheck.problem.problem import Leaf
 from jaxfn._gradcheck.report.kinds import KINK, mismatch_kind
 from jaxfn._gradcheck.report.report import JacobianEntry, Mismatch
-from jaxfn._gradcheck.tolerance import excess
 
 _DENSE = 1 << 16  # a Jacobian of up to this many entries is computed as a whole
 _ASIDE = 1e-4  # relative step away from a kink

@@ -73,8 +73,8 @@ def gradcheck(
       fast_mode: Whether to compare random projections, two per output and per input, instead of whole Jacobians. With
         autodiff these are rows `v^T J`, compared entry by entry: a wrong factor is always found, and a mistake in a
         single entry of `J`, `d` times as large as the entry of `v^T J` that contains it, is missed with a probability
-        of about `(1e-6 / d)**2`. With finite differences alone it is the number `v^T J u`, as in torch, with a
-        tolerance that grows with the arrays: a mistake in a few entries of a large Jacobian may be missed.
+        of about `(1e-6 / d)**2`. With finite differences alone it is the number `v^T J u`, as in torch: a mistake in a
+        few entries of a large Jacobian may be missed.
       masked: Ignored, as there are no sparse arrays; accepted for torch's signature.
       check_vmap: Whether to compare outputs under `jax.vmap` with a loop: along the first and the last axis, and with
         each input unbatched. Use it for a Function with a `vmap` method. Only floating-point and complex arrays are

@@ -36,7 +36,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxfn._check.closeness import group_scale
+from jaxfn._check.closeness import agree, group_scale, largest, rounding_of_terms
 
 # Factor of the default tolerances for a precise reference.
 _TIGHTER = 1e-3
@@ -49,8 +49,6 @@ _RECOMPUTED = 1e-8
 _RESOLVED = 1e-4
 _DOUBLE = 2.220446049250313e-16
 SAFETY = 4  # factor between an estimated error of finite differences and its bound
-_TINY = float(np.finfo(np.float64).tiny)
-
 
 ATOL, RTOL = 1e-5, 1e-3
 EPS = 1e-6
@@ -122,18 +120,16 @@ class Tolerance:
         """The growth of a precise reference's tolerance with the magnitude of the reference."""
         return _TIGHTER * self.rtol if self.is_tight else self.rtol
 
-    def agrees(self, value: Any, expected: Any, terms: Any = None) -> bool:
-        """Whether two ways to compute an array, as sums of such terms, agree apart from rounding; NaN equals NaN."""
-        return bool(self.agreement(value, expected, terms).all())
-
     def agreement(self, value: Any, expected: Any, terms: Any = None) -> Any:
-        """Returns for each entry whether it agrees; see `agrees`."""
-        terms = abs(expected if terms is None else terms)
-        scale = group_scale(terms)
+        """Returns for each entry whether two ways to compute it, as a sum of such terms, agree; NaN equals NaN."""
+        terms = expected if terms is None else terms
         # In double precision the rounding of the largest entry does not hide a mistake in another one.
-        of_array = largest(np.where(np.isfinite(terms), terms, 0)) if self.is_double else 0.0
-        bound = self.precise(expected, scale) + _RECOMPUTED * scale + _ROUNDING * _DOUBLE * of_array
-        return (excess(value, expected, bound) <= 1) | (np.isnan(value) & np.isnan(expected))
+        rounding = rounding_of_terms(terms, _RECOMPUTED, _ROUNDING * _DOUBLE * self.is_double)
+        return agree(value, expected, self.precise(expected, group_scale(abs(terms))) + rounding)
+
+    def agrees(self, value: Any, expected: Any, terms: Any = None) -> bool:
+        """Whether all entries agree; see `agreement`."""
+        return bool(self.agreement(value, expected, terms).all())
 
     def estimated(self, reference: Any, error: Any) -> Any:
         """Returns the tolerance for a reference with an estimated error: as tight as that allows, at most `coarse`."""
@@ -142,17 +138,6 @@ class Tolerance:
         return np.minimum(np.maximum(self.precise(reference, largest(reference)), error), self.coarse(reference, error))
 
 
-def excess(analytic: Any, reference: Any, tolerance: Any) -> Any:
-    """Returns the difference over the tolerance; above 1 is a mismatch, and `nan` agrees with nothing."""
-    times = abs(analytic - reference) / np.maximum(tolerance, _TINY)
-    return np.where(analytic == reference, 0.0, np.where(np.isnan(times), np.inf, times))
-
-
 def is_resolved(exact: Any, numeric: Any) -> bool:
     """Whether finite differences agree with autodiff in the first digits of the largest number, however small it is."""
     return bool(largest(exact - numeric) <= _RESOLVED * largest(exact))
-
-
-def largest(array: Any) -> Any:
-    """Returns the largest absolute value, 0 for an empty array."""
-    return np.max(abs(array), initial=0.0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections import namedtuple
 
@@ -160,6 +161,18 @@ def test_a_problem_is_reported_as_a_failure(problem):
 def test_nondet_tol_allows_noise():
     noisy = rule(saved_square, lambda ctx, g: 2 * ctx.saved_tensors[0] * g * noise())
     passes(noisy, normal(3), nondet_tol=1.0, atol=1.0)
+
+
+@row("G5")
+def test_a_large_number_does_not_hide_noise_in_others():
+    traces = itertools.count()
+
+    def backward(ctx, g):
+        return 2 * ctx.saved_tensors[0] * g * (1 + np.array([0, 1e-4, 0]) * next(traces))
+
+    noisy = rule(saved_square, backward)
+    (problem,) = failure(noisy, np.array([1e10, 1.0, -2.0])).problems
+    assert "not deterministic" in problem
 
 
 @row("G5")

@@ -118,7 +118,7 @@ def _transposed(a: Matrix, n: Matrix, shape: tuple[int, ...], result_name: str) 
 def _broadcast(a: Matrix, n: Matrix) -> str | None:
     """Detects a rule that does not sum the cotangent of a broadcast input: all but one contribution is missing."""
     num_rows = len(a)
-    wrong = ~_close_rows(a, n)
+    wrong = ~_are_close(a, n).all(axis=1)
     zero_rows = ~a.any(axis=1)
     if num_rows > 1 and n.shape[1] < num_rows and (wrong == zero_rows).all() and 0 < wrong.sum() < num_rows:
         return "a missing sum over a broadcast axis: some elements of the output contribute nothing"
@@ -129,21 +129,21 @@ def _off_diagonal(a: Matrix, n: Matrix) -> str | None:
     if n.shape[0] != n.shape[1] or n.shape[0] < 2 or _is_close(a, n):
         return None
     diagonal = np.eye(len(n), dtype=bool)
-    if not np.allclose(a[diagonal], n[diagonal], rtol=_CLOSE, atol=_CLOSE * abs(n).max()):
+    if not _are_close(a, n)[diagonal].all():
         return None
     if not a[~diagonal].any():
         return "off-diagonal entries are missing: the rule treats the function as elementwise"
     return "off-diagonal entries are wrong; the diagonal is right"
 
 
+def _are_close(a: Matrix, b: Matrix, close: float = _CLOSE) -> Matrix:
+    return abs(a - b) <= close * abs(b).max()
+
+
 def _is_close(a: Matrix, b: Matrix, close: float = _CLOSE) -> bool:
-    return bool(abs(a - b).max() <= close * abs(b).max())
+    return bool(_are_close(a, b, close).all())
 
 
 def _is_rather(a: Matrix, wrong: Matrix, right: Matrix) -> bool:
     """Whether `a` is `wrong`, and that differs from `right`."""
     return _is_close(a, wrong) and not _is_close(wrong, right)
-
-
-def _close_rows(a: Matrix, n: Matrix) -> Any:
-    return (abs(a - n) <= _CLOSE * abs(n).max()).all(axis=1)
