@@ -18,9 +18,9 @@ from jaxfn._check.staging import JaxprFunction, is_same_output, stage
 from jaxfn._gradcheck.report.progress import Progress
 from jaxfn._kernelcheck.arguments import Arrays, nan_padded, resized
 from jaxfn._kernelcheck.arguments import sizes as sizes_of
-from jaxfn._kernelcheck.comparison import Float64Reference, KernelComparison, Samples
+from jaxfn._kernelcheck.comparison import Float64Reference, KernelComparison, Samples, combined
 from jaxfn._kernelcheck.error_bounds import ExpectedArray
-from jaxfn._kernelcheck.implementations import BatchedImplementation, Implementation, KernelError, run_on_host
+from jaxfn._kernelcheck.implementations import BatchedImplementation, Implementation, KernelError
 from jaxfn._kernelcheck.report import KernelcheckRow
 
 Check = Callable[[KernelComparison, "CheckOptions"], Iterator[KernelcheckRow]]
@@ -46,7 +46,8 @@ def values(comparison: KernelComparison, options: CheckOptions) -> Iterator[Kern
 def vacuous(comparison: KernelComparison, options: CheckOptions) -> Iterator[KernelcheckRow]:
     """Checks that gradients of zero would fail."""
     differentiated, names = comparison.arguments.differentiated, comparison.gradient_names()
-    for i, name, expected in zip(differentiated, names, comparison.expected.gradients, strict=True):
+    for i, name in zip(differentiated, names, strict=True):
+        expected = comparison.expected[name]
         is_zero = expected.exact.size and expected.compare(np.zeros(expected.exact.shape), comparison.factor).passed
         if not is_zero:
             yield comparison.message("vacuous", name, "")
@@ -75,7 +76,7 @@ def eager_determinism(comparison: KernelComparison, options: CheckOptions) -> It
 def undifferentiated(comparison: KernelComparison, options: CheckOptions) -> Iterator[KernelcheckRow]:
     """Compares outputs without differentiation, which a rule may compute by other code."""
     kernel = replace(comparison.implementation, arguments=replace(comparison.arguments, chosen=frozenset()))
-    results = run_on_host(jax.jit(kernel.mapped), *comparison.arrays(comparison.main))
+    results = comparison.results(jax.jit(kernel.mapped), *comparison.arrays(comparison.main))
     yield from comparison.compare("undifferentiated", results, comparison.expected)
 
 
@@ -88,7 +89,7 @@ def vmap(comparison: KernelComparison, options: CheckOptions) -> Iterator[Kernel
     """Compares results under `jax.vmap`: of the gradient along the first axis, and of the kernel in each `Batching`."""
     fixed, xs, cotangents = comparison.arrays(comparison.main)
     run = jax.jit(jax.vmap(comparison.implementation.run, in_axes=(None, 0, 0)))
-    results = run_on_host(run, fixed, xs, cotangents)
+    results = comparison.results(run, fixed, xs, cotangents)
     yield from comparison.compare("vmap", results, comparison.expected, suffix=" along axis 0")
     for batching in batchings(comparison.arguments.owners)[1:]:
         yield from _batched(comparison, batching)
@@ -100,15 +101,12 @@ def _batched(comparison: KernelComparison, batching: Batching) -> Iterator[Kerne
     expected = comparison.expect(samples)
     fixed, xs, cotangents = comparison.arrays(samples)
     kernel = BatchedImplementation(comparison.kernel, arguments, batching)
-    results = run_on_host(jax.jit(kernel.run), fixed, batching.inputs(xs), cotangents)
-    gradients: Arrays = []
-    for index, (i, gradient) in enumerate(zip(arguments.differentiated, results.gradients, strict=True)):
-        axis = batching.axes[i]
-        if axis is None:
-            expected.gradients[index] = expected.gradients[index].summed()
-        gradients.append(gradient[None] if axis is None else np.moveaxis(gradient, axis, 0))
-    results, condition = replace(results, gradients=gradients), batching.condition(arguments.names)
-    yield from comparison.compare("vmap", results, expected, suffix=f" {condition}")
+    results = comparison.results(jax.jit(kernel.run), fixed, batching.inputs(xs), cotangents)
+    for i, name in zip(arguments.differentiated, comparison.gradient_names(), strict=True):
+        axis, gradient = batching.axes[i], results[name]
+        results[name] = gradient[None] if axis is None else np.moveaxis(gradient, axis, 0)
+        expected[name] = expected[name].summed() if axis is None else expected[name]
+    yield from comparison.compare("vmap", results, expected, suffix=f" {batching.condition(arguments.names)}")
 
 
 def undefined(comparison: KernelComparison, options: CheckOptions) -> Iterator[KernelcheckRow]:
@@ -139,8 +137,8 @@ def _part(check: str, comparison: KernelComparison, part: PartialDerivative) -> 
     cotangents = [ct if i in part.outputs else 0 * ct for i, ct in enumerate(main.cotangents)]
     expected = comparison.expect(Samples(main.xs, cotangents) if part.is_undefined else main)
     run = jax.jit(partial(comparison.implementation.mapped, part=part))
-    results = run_on_host(run, *comparison.arrays(main))
-    yield from comparison.compare(check, results, expected, suffix=f", {part.condition}", inputs=part.inputs)
+    results = comparison.results(run, *comparison.arrays(main), inputs=part.inputs)
+    yield from comparison.compare(check, results, expected, suffix=f", {part.condition}")
 
 
 def scales(comparison: KernelComparison, options: CheckOptions) -> Iterator[KernelcheckRow]:
@@ -151,7 +149,7 @@ def scales(comparison: KernelComparison, options: CheckOptions) -> Iterator[Kern
         yield from comparison.compare(
             "scales",
             comparison.run(samples),
-            comparison.expect(samples).combined(comparison.expected, ExpectedArray.with_errors_of),
+            combined(comparison.expect(samples), comparison.expected, ExpectedArray.with_errors_of),
             suffix=f", inputs times {scale:g}",
             only_overflow=scale > 1,
         )
@@ -166,7 +164,7 @@ def constants(comparison: KernelComparison, options: CheckOptions) -> Iterator[K
         yield from comparison.compare(
             "constants",
             comparison.run(samples),
-            comparison.expect(samples).combined(comparison.expected, ExpectedArray.with_equal_inputs),
+            combined(comparison.expect(samples), comparison.expected, ExpectedArray.with_equal_inputs),
             suffix=f", inputs {what}",
         )
 
@@ -174,16 +172,9 @@ def constants(comparison: KernelComparison, options: CheckOptions) -> Iterator[K
 def padding(comparison: KernelComparison, options: CheckOptions) -> Iterator[KernelcheckRow]:
     """Compares results for inputs surrounded by NaNs in memory, to detect reads out of bounds."""
     fixed, xs, cotangents = comparison.arrays(comparison.main, 0)
-    results = run_on_host(
-        comparison.implementation.run, fixed, *([nan_padded(x) for x in arrays] for arrays in (xs, cotangents))
-    )
-    yield from comparison.compare(
-        "padding",
-        results.as_one_sample(),
-        comparison.expected,
-        [0],
-        ", inputs between NaNs",
-    )
+    padded = ([nan_padded(x) for x in arrays] for arrays in (xs, cotangents))
+    results = comparison.first_results(comparison.implementation.run, fixed, *padded)
+    yield from comparison.compare("padding", results, comparison.expected, [0], ", inputs between NaNs")
 
 
 def sizes(comparison: KernelComparison, options: CheckOptions) -> Iterator[KernelcheckRow]:
@@ -204,7 +195,7 @@ def donation(comparison: KernelComparison, options: CheckOptions) -> Iterator[Ke
     """Checks that arguments keep their values, and compares results for donated arguments."""
     arrays = comparison.arrays(comparison.main, 0)
     before = [np.array(x) for x in arrays[1]]
-    run_on_host(comparison.implementation.run, *arrays)
+    comparison.results(comparison.implementation.run, *arrays)
     changed = [
         name
         for name, x, was in zip(comparison.arguments.names, arrays[1], before, strict=True)
@@ -276,9 +267,11 @@ def _rows(name: str, check: Check, comparison: KernelComparison, options: CheckO
 def _problem(comparison: KernelComparison) -> str:
     """Returns why a kernel cannot be compared: it raises, or returns other arrays; empty if it can."""
     try:
-        return mismatch(comparison) or (comparison.plain and "")
+        problem = mismatch(comparison)
+        _ = problem or comparison.plain  # runs the kernel
     except KernelError as error:
         return str(error)
+    return problem
 
 
 def mismatch(comparison: KernelComparison) -> str:

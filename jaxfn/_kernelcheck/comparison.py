@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from functools import cached_property
 from typing import Any
 
 import jax
@@ -19,8 +19,9 @@ from jaxfn._compat import compile_as_written, compile_quickly
 from jaxfn._kernelcheck.arguments import Arrays, add_rounding_noise, rounded, sample_nearby
 from jaxfn._kernelcheck.error_bounds import ExpectedArray, ExpectedIntegers, expect
 from jaxfn._kernelcheck.float64 import promote_to_float64
-from jaxfn._kernelcheck.implementations import Implementation, KernelError, OutputTypes, Results, on_host, run_on_host
+from jaxfn._kernelcheck.implementations import Implementation, KernelError, OutputTypes
 from jaxfn._kernelcheck.report import KernelcheckRow
+from jaxfn._tree import is_inexact
 
 _FEW_DRAWS = 2
 _MAX_NUMBERS = 1 << 20  # in all samples of all inputs and outputs
@@ -34,20 +35,8 @@ class Samples:
     cotangents: Arrays  # cotangents of the floating-point outputs, in the same form
 
 
-@dataclass(frozen=True)
-class ExpectedResults:
-    """The expected results for some samples."""
-
-    outputs: list[ExpectedArray]  # the floating-point outputs
-    others: list[ExpectedIntegers]  # the other outputs
-    gradients: list[ExpectedArray]  # the gradients
-
-    def combined(
-        self, other: ExpectedResults, combine: Callable[[ExpectedArray, ExpectedArray], ExpectedArray]
-    ) -> ExpectedResults:
-        """Combines each array with its counterpart in other results."""
-        outputs = list(map(combine, self.outputs, other.outputs))
-        return ExpectedResults(outputs, self.others, list(map(combine, self.gradients, other.gradients)))
+Named = dict[str, Any]
+"""Arrays, or what is expected of them, by their names in reports: outputs, gradients, and outputs of integers."""
 
 
 @dataclass
@@ -121,7 +110,7 @@ class KernelComparison:
         return self.sample(self.arguments.values)
 
     @cached_property
-    def expected(self) -> ExpectedResults:
+    def expected(self) -> Named:
         """The expected results for `main`."""
         return self.expect(self.main)
 
@@ -142,9 +131,29 @@ class KernelComparison:
         ]
         return list(self.arguments.others), xs, cotangents
 
-    def first_results(self, run: Callable[..., Any]) -> Results:
-        """Returns the results of a function like `Implementation.run` for the first sample."""
-        return run_on_host(run, *self.arrays(self.main, 0)).as_one_sample()
+    def named(self, results: tuple[Arrays, Arrays, Arrays], inputs: Sequence[int] | None = None) -> Named:
+        """Returns results of `Implementation.run` by name, on the host; `inputs` are the indices of the gradients."""
+        floats, others, gradients = results
+        names, of_gradients = self.outputs.names, self.gradient_names()
+        of_gradients = of_gradients[: len(gradients)] if inputs is None else [of_gradients[i] for i in inputs]
+        in_order = [*names[: len(floats)], *of_gradients, *names[len(floats) :]]
+        return dict(zip(in_order, map(np.asarray, [*floats, *gradients, *others]), strict=True))
+
+    def results(self, run: Callable[..., Any], *args: Any, inputs: Sequence[int] | None = None) -> Named:
+        """Runs a function like `Implementation.run` of the kernel; see `named`.
+
+        Raises:
+          KernelError: it raised an error.
+        """
+        try:
+            return self.named(run(*args), inputs)
+        except Exception as error:
+            raise KernelError(error) from error
+
+    def first_results(self, run: Callable[..., Any], *args: Any) -> Named:
+        """Returns the results for the first sample, or for `args`, with an axis of size 1 for samples."""
+        found = self.results(run, *(args or self.arrays(self.main, 0)))
+        return {name: array[None] for name, array in found.items()}
 
     def first_inputs(self) -> tuple[Any, ...]:
         """Returns the arguments of the kernel for the first sample."""
@@ -152,52 +161,48 @@ class KernelComparison:
         return self.arguments.call(lambda *args: args, xs, fixed)
 
     @cached_property
-    def plain(self) -> Results:
+    def plain(self) -> Named:
         """The results of the compiled kernel for `main`."""
         return self.run(self.main)
 
     @cached_property
-    def eager(self) -> Results:
+    def eager(self) -> Named:
         """The kernel's results for the first sample, without `jax.jit`."""
         return self.first_results(self.implementation.run)
 
-    def run(self, samples: Samples) -> Results:
+    def run(self, samples: Samples) -> Named:
         """Runs the compiled kernel on all samples."""
-        return run_on_host(self.compiled_kernel, *self.arrays(samples))
+        return self.results(self.compiled_kernel, *self.arrays(samples))
 
     @cached_property
-    def _main_results(self) -> ExpectedResults:
+    def _of_main(self) -> Named:
         return self._compute_expected(self.main)
 
-    def expect(self, samples: Samples) -> ExpectedResults:
+    def expect(self, samples: Samples) -> Named:
         """Returns the expected results for some samples."""
-        expected = self._main_results if samples is self.main else self._compute_expected(samples)
-        size = _largest(samples.xs) * max(
-            (_largest([ct]) * _largest([y.exact]) for ct, y in zip(samples.cotangents, expected.outputs, strict=True)),
-            default=1.0,
-        )
-        gradients = [
-            e.with_cancellation(size) if of_main.is_exact_zero else e
-            for e, of_main in zip(expected.gradients, self._main_results.gradients, strict=True)
-        ]
-        return replace(expected, gradients=gradients)
+        expected = self._of_main if samples is self.main else self._compute_expected(samples)
+        outputs = [expected[name].exact for name in self.outputs.names[: len(samples.cotangents)]]
+        pairs = zip(samples.cotangents, outputs, strict=True)
+        size = _largest(samples.xs) * max((_largest([ct]) * _largest([y]) for ct, y in pairs), default=1.0)
+        zeros = [name for name in self.gradient_names() if self._of_main[name].is_exact_zero]
+        return expected | {name: expected[name].with_cancellation(size) for name in zeros}
 
-    def _compute_expected(self, samples: Samples) -> ExpectedResults:
+    def _compute_expected(self, samples: Samples) -> Named:
         """Runs the reference in float64 and in the dtype, and again in float64 on inputs with rounding noise."""
         noisy = [add_rounding_noise(arrays, self.dtype, self.generator) for arrays in (samples.xs, samples.cotangents)]
         # A condition on an input, such as `mask > 0`, is not a rounding error.
         noisy[0] = [
             moved if has else x for moved, x, has in zip(noisy[0], samples.xs, self.has_derivative, strict=True)
         ]
-        nearby = self.exact.results(*noisy)
-        exact = self.exact.results(samples.xs, samples.cotangents)
-        reference = on_host(self._compiled_reference(*self.arrays(samples)))
-        make = partial(expect, dtype=self.dtype)
-        return ExpectedResults(
-            list(map(make, exact.outputs, reference.outputs, nearby.outputs)),
-            list(map(ExpectedIntegers, exact.others, reference.others)),
-            list(map(make, exact.gradients, reference.gradients, nearby.gradients)),
-        )
+        nearby = self.named(self.exact.results(*noisy))
+        exact = self.named(self.exact.results(samples.xs, samples.cotangents))
+        reference = self.named(self._compiled_reference(*self.arrays(samples)))
+        return {
+            name: expect(array, reference[name], nearby[name], self.dtype)
+            if is_inexact(array.dtype)
+            else ExpectedIntegers(array, reference[name])
+            for name, array in exact.items()
+        }
 
     def gradient_names(self) -> list[str]:
         """Returns the names of the gradients in reports."""
@@ -214,62 +219,49 @@ class KernelComparison:
     def compare(
         self,
         check: str,
-        results: Results,
-        expected: ExpectedResults,
+        results: Named,
+        expected: Named,
         draws: Sequence[int] | None = None,
         suffix: str = "",
         only_overflow: bool = False,
-        inputs: Sequence[int] | None = None,
     ) -> list[KernelcheckRow]:
         """Returns rows for the results for some samples.
 
         Args:
           check: the name of the check.
-          results: the results of the kernel, which may lack gradients.
+          results: the results of the kernel, which may lack some.
           expected: the expected results.
           draws: the samples that `results` has. Default: all.
           suffix: the conditions of the check, as text.
           only_overflow: whether values must only be finite.
-          inputs: the indices of the gradients that `results` has, among those of `expected`. Default: all.
         """
         rows: list[KernelcheckRow] = []
-        if inputs is not None:
-            expected = replace(expected, gradients=[expected.gradients[i] for i in inputs])
-        for kind, index, array in self._named(results, inputs):
-            values, e = getattr(results, kind)[index], getattr(expected, kind)[index]
-            e = e if draws is None else e.at(draws)
+        for name, values in results.items():
+            e = expected[name] if draws is None else expected[name].at(draws)
             result = e.overflow(values) if only_overflow else e.compare(values, self.factor)
-            under = "gradients" if check == "outputs" and kind == "gradients" else check
-            rows.append(self.row(under, array + suffix, result))
+            under = "gradients" if check == "outputs" and name in self.gradient_names() else check
+            rows.append(self.row(under, name + suffix, result))
         return rows
 
-    def _named(self, results: Results, inputs: Sequence[int] | None = None) -> list[tuple[str, int, str]]:
-        """Returns the arrays in results: the attribute that has them, the index in it, and the name in reports."""
-        count, gradients = len(results.outputs), self.gradient_names()
-        if inputs is not None:
-            gradients = [gradients[i] for i in inputs]
-        names = {
-            "outputs": self.outputs.names[:count],
-            "gradients": gradients if results.gradients else [],
-            "others": self.outputs.names[count:],
-        }
-        return [(kind, index, name) for kind, of_kind in names.items() for index, name in enumerate(of_kind)]
-
     def compare_runs(
-        self, condition: str, first: Results, second: Results, draws: Sequence[int] | None = None
+        self, condition: str, first: Named, second: Named, draws: Sequence[int] | None = None
     ) -> list[KernelcheckRow]:
         """Returns a row for each array of two runs, which fails unless they are bitwise equal."""
         rows: list[KernelcheckRow] = []
-        for kind, index, array in self._named(first):
-            one, two = getattr(first, kind)[index], getattr(second, kind)[index]
-            if one.tobytes() == two.tobytes():
-                rows.append(self.message("determinism", array + condition, ""))
+        for name, one in first.items():
+            if one.tobytes() == second[name].tobytes():
+                rows.append(self.message("determinism", name + condition, ""))
                 continue
-            e = getattr(self.expected, kind)[index]
-            e = (e if draws is None else e.at(draws)).with_exact(one)
-            result = replace(e.compare(two, self.factor), passed=False, message="two runs on the same inputs differ")
-            rows.append(self.row("determinism", array + condition, result))
+            e = self.expected[name] if draws is None else self.expected[name].at(draws)
+            result = e.with_exact(one).compare(second[name], self.factor)
+            result = replace(result, passed=False, message="two runs on the same inputs differ")
+            rows.append(self.row("determinism", name + condition, result))
         return rows
+
+
+def combined(expected: Named, other: Named, combine: Callable[[ExpectedArray, ExpectedArray], ExpectedArray]) -> Named:
+    """Combines what is expected of each floating-point array with its counterpart in other results."""
+    return {name: combine(e, other[name]) if isinstance(e, ExpectedArray) else e for name, e in expected.items()}
 
 
 def _largest(arrays: Sequence[Any]) -> float:
@@ -281,7 +273,7 @@ class Float64Reference:
     """The reference in float64, compiled when it is first needed.
 
     Attributes:
-      note: how the reference was run_on_host, for the report; empty if it simply runs in float64.
+      note: how the reference was run, for the report; empty if it simply runs in float64.
     """
 
     def __init__(self, reference: Callable[..., Any], arguments: Arguments) -> None:
@@ -289,7 +281,7 @@ class Float64Reference:
         self._executable: Any = None
         self.note = ""
 
-    def results(self, xs: Arrays, cotangents: Arrays) -> Results:
+    def results(self, xs: Arrays, cotangents: Arrays) -> tuple[Arrays, Arrays, Arrays]:
         """Returns the results for samples of inputs and cotangents, in double precision."""
         args = self._implementation.arguments.others, xs, cotangents
         config: Any = jax.config
@@ -300,4 +292,4 @@ class Float64Reference:
                     self._implementation.mapped, *args, same_random_numbers=has_x64
                 )
                 self._executable = compile_quickly(jax.jit(function).lower(*args))
-            return on_host(self._executable(*args))
+            return self._executable(*args)

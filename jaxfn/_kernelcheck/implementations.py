@@ -20,19 +20,6 @@ from jaxfn._tree import is_inexact, replace_at
 
 
 @dataclass(frozen=True)
-class Results:
-    """The results of an implementation, on the host."""
-
-    outputs: Arrays  # the floating-point outputs
-    others: Arrays  # integer and boolean outputs
-    gradients: Arrays  # a gradient for each differentiated input
-
-    def as_one_sample(self) -> Results:
-        """Returns the results with a leading axis of size 1 for samples."""
-        return Results(*([x[None] for x in arrays] for arrays in (self.outputs, self.others, self.gradients)))
-
-
-@dataclass(frozen=True)
 class OutputTypes:
     """The types of the arrays that a function returns."""
 
@@ -141,24 +128,6 @@ def _location(error: Exception) -> str | None:
         if not frame.f_code.co_filename.startswith(_FOLDERS)
     ]
     return lines[-1] if lines else None
-
-
-def run_on_host(run: Callable[..., Any], *args: Any) -> Results:
-    """Runs a kernel.
-
-    Raises:
-      KernelError: the kernel raised an error.
-    """
-    try:
-        return on_host(run(*args))
-    except Exception as error:
-        raise KernelError(error) from error
-
-
-def on_host(results: tuple[Arrays, Arrays, Arrays]) -> Results:
-    """Returns results as NumPy arrays."""
-    outputs, others, gradients = ([np.asarray(array) for array in arrays] for arrays in results)
-    return Results(outputs, others, gradients)
 
 
 def _returned(returned: Any) -> tuple[dict[str, Any], dict[str, Any]]:

@@ -381,15 +381,6 @@ def test_the_condition_of_a_while_loop_logs_without_an_order(around):
         jax.vmap(loop)(X + 1.5)
 
 
-@row("K5")
-def test_an_operation_of_reduce_raises():
-    def folded(x):
-        return jax.lax.reduce(x, 0.0, lambda a, b: wave(a + b), (0, 1))
-
-    with pytest.raises(NotImplementedError, match="effect"), jaxfn.logged():
-        folded(X)
-
-
 # Values
 
 

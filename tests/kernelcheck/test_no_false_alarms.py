@@ -13,7 +13,7 @@ from jax.experimental.pallas import tpu as pltpu
 
 from jaxfn import kernelcheck
 from jaxfn._kernelcheck.arguments import kernel_arguments
-from jaxfn._kernelcheck.comparison import Float64Reference, KernelComparison
+from jaxfn._kernelcheck.comparison import Float64Reference, KernelComparison, combined
 from jaxfn._kernelcheck.error_bounds import ExpectedArray
 from tests.support.kernel_faults import all_but, shape
 from tests.support.marks import row, slow
@@ -180,7 +180,7 @@ def test_nearly_equal_inputs_have_the_errors_of_numbers_of_their_magnitude(dtype
     for _ in range(SEEDS):
         (value,) = (comparison.generator.standard_normal(x.shape) for x in comparison.arguments.values)
         usual, small = comparison.sample([value]), comparison.sample([1e-3 * value])
-        expected = comparison.expect(small).combined(comparison.expect(usual), ExpectedArray.with_errors_of)
+        expected = combined(comparison.expect(small), comparison.expect(usual), ExpectedArray.with_errors_of)
         assert not [r for r in comparison.compare("scales", comparison.run(small), expected) if not r.passed]
 
 
