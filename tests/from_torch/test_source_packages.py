@@ -166,7 +166,7 @@ def test_objects_of_the_users_classes_are_written(package):
                 near_zero_float64: float = 0.5
 
                 def get(self, dtype):
-                    return getattr(self, "near_zero_" + str(dtype)[6:])
+                    return getattr(self, f"near_zero_{str(dtype)[6:]}")
 
             OPTIONS = Options(near_zero_float64=0.25)
         """,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import copy
 import re
 import types
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -20,6 +21,7 @@ from jaxfn._port.source.source_file import (
     SourceFile,
     Span,
     bound_names,
+    formatted_values,
     root_name,
     viewed,
     viewed_name,
@@ -321,7 +323,7 @@ class ExpressionRewriter:
         """Returns the new text of an expression."""
         if node in self._replaced:
             return self._selected(node)
-        if isinstance(node, (ast.Constant, ast.JoinedStr)):
+        if isinstance(node, ast.Constant):
             return self._file.segment(node)
         if self._is_instrumented(node) and not self._values(node):
             return self._options.spell("not_reached") + f'("{self._location(node)}")'
@@ -388,6 +390,17 @@ class ExpressionRewriter:
         if isinstance(node.ctx, ast.Load) and not self._is_variable(node.id):
             return self._object(node, self._value(node))
         return None
+
+    def _render_joinedstr(self, node: ast.JoinedStr) -> str:
+        """Returns an f-string, with other quotes if they are needed for new values."""
+        written, old = copy.deepcopy(node), self._file.segment(node)
+        is_new = False
+        for x, new in zip(formatted_values(node), formatted_values(written), strict=True):
+            if self._file.locates_values(node) and self._values(x.value):
+                text = self._render(x.value)
+                is_new = is_new or text != self._file.segment(x.value)
+                new.value = parse_expression(text)
+        return ast.unparse(written) if is_new else old
 
     def _object(self, node: ast.expr, value: Any) -> str | None:
         """Returns the text of a global object of torch; `None` if it is not torch's."""

@@ -354,7 +354,7 @@ class _Instrument(ast.NodeTransformer):
         return ast.copy_location(self._call("load", self._index(node), frame, ast.Constant(node.id), node), node)
 
     def visit_JoinedStr(self, node: ast.JoinedStr) -> Any:
-        return node
+        return self.generic_visit(node) if self._file.locates_values(node) else node
 
     def visit_Lambda(self, node: ast.Lambda) -> Any:
         outer, self._variables = self._variables, set()

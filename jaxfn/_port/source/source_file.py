@@ -6,6 +6,7 @@ import ast
 import inspect
 import sys
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from types import CodeType
 from typing import Any
 
@@ -68,6 +69,14 @@ class SourceFile:
         """Returns the text of a node."""
         return self.slice(self.span(node))
 
+    def locates_values(self, node: ast.JoinedStr) -> bool:
+        """Whether the values of an f-string are at their positions: before Python 3.12, ast may return others."""
+        values = [x.value for x in formatted_values(node)]
+        with suppress(SyntaxError, IndexError, UnicodeDecodeError):
+            parsed = [ast.parse(f"({self.segment(n)})", mode="eval").body for n in values]
+            return list(map(ast.dump, parsed)) == list(map(ast.dump, values))
+        return False
+
     def line(self, node: Node) -> str:
         """Returns the line of a node as part of a message."""
         text = self.slice(self.line_span(node.lineno, node.lineno)).strip()
@@ -125,6 +134,11 @@ class SourceFiles:
                     f"the source of {name} is not available ({error}), so it cannot be rewritten"
                 ) from error
         return self._files[path]
+
+
+def formatted_values(node: ast.JoinedStr) -> list[ast.FormattedValue]:
+    """Returns the values in an f-string, and those in their formats."""
+    return [n for n in ast.walk(node) if isinstance(n, ast.FormattedValue)]
 
 
 # Methods whose result shares the memory of the tensor.
