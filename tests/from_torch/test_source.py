@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import gc
 import json
 import math
 import re
@@ -266,11 +267,17 @@ def test_modules_and_partials_raise():
 
 
 @row("H18")
-def test_the_state_of_the_code_is_unchanged():
+def test_the_state_of_the_code_is_unchanged_and_compiled_programs_are_freed():
     code = samples.Tanh.forward.__code__
-    names = set(vars(samples))
+    names, num_compiled = set(vars(samples)), len(compiled_programs())
     source_of(samples.Tanh, normal(3))
     assert samples.Tanh.forward.__code__ is code and set(vars(samples)) == names
+    assert len(compiled_programs()) == num_compiled
+
+
+def compiled_programs() -> list[Any]:
+    gc.collect()
+    return [x for x in gc.get_objects() if type(x) is jax.stages.Compiled]
 
 
 @row("H17")
