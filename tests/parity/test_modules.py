@@ -587,6 +587,19 @@ def test_single_precision_inside_the_port_is_a_note():
 
 
 @row("H6b")
+def test_constants_that_the_module_computes_are_in_float64():
+    class Weighted(nn.Linear):
+        def forward(self, x):
+            return super().forward(x) @ torch.exp(torch.arange(2) / 3)
+
+    def port(p, x):
+        return (x @ p["weight"].T + p["bias"]) @ jnp.exp(jnp.arange(2) / 3)
+
+    report = jaxfn.paritycheck(port, Weighted(3, 2), [np.random.default_rng(0).standard_normal((4, 3))], load=dict)
+    assert report and not report.notes and torch.get_default_dtype() == torch.float32, report
+
+
+@row("H6b")
 def test_the_report_as_text_json_and_html():
     report = check(("transposed", "blocks.1.attn.proj"))
     content = json.loads(report.to_json())

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 from jaxfn._check.arguments import as_arguments
@@ -78,41 +78,52 @@ def module_record(fields: dict[str, Any]) -> ModuleRecord:
 
 def record_module(module: Any, args: Sequence[Any]) -> ModuleRecord:
     """Runs a copy of a module, in double precision if it runs in it."""
-    inputs = Inputs(as_arguments(args))
-    try:
-        return _record(copy.deepcopy(module).double(), inputs.in_double(), None)
-    except Exception as error:  # raised again by the next line, unless it is a matter of dtypes
-        no_double = f"compared in the dtypes of the inputs, as torch does not run in float64: {first_line(error)}"
-    return _record(copy.deepcopy(module), inputs, no_double)
+    return record_in_double(module, [Inputs(as_arguments(args))], _record)
 
 
-def _record(module: Any, inputs: Inputs, no_double: str | None) -> ModuleRecord:
+def record_in_double(
+    module: Any, inputs: Sequence[Inputs], record: Callable[[Any, Sequence[Inputs], bool], Any]
+) -> Any:
+    """Returns what `record` returns for a copy of a module, inputs, and whether they are in double precision.
+
+    They are, if the module runs in it. Notes say why it does not, and whether it draws random numbers.
+    """
     import torch
 
+    default, random_state = torch.get_default_dtype(), torch.get_rng_state()
+    torch.set_default_dtype(torch.float64)  # of the constants that torch computes, as those of the port
+    notes: list[str] = []
+    try:
+        recorded = record(copy.deepcopy(module).double(), [x.in_double() for x in inputs], True)
+    except Exception as error:  # raised again by the next run, unless it is a matter of dtypes
+        recorded = None
+        notes.append(f"compared in the dtypes of the inputs, as torch does not run in float64: {first_line(error)}")
+    finally:
+        torch.set_default_dtype(default)
+    recorded = record(copy.deepcopy(module), inputs, False) if recorded is None else recorded
+    if not torch.equal(random_state, torch.get_rng_state()):
+        notes.append("torch draws random numbers, which are not those of JAX: call .eval() of the layers that do")
+    return replace(recorded, notes=notes)
+
+
+def _record(module: Any, inputs: Sequence[Inputs], is_double: bool) -> ModuleRecord:
     parameters = {name: x for name, x in module.named_parameters() if x.requires_grad}
     buffers = {name: x for name, x in module.named_parameters() if not x.requires_grad} | dict(module.named_buffers())
     before = arrays_of(parameters), arrays_of(buffers)
-    random_state = torch.get_rng_state()
     calls = _Calls(module)
-    outputs, gradients = _run(module, inputs, parameters)
+    outputs, gradients = _run(module, inputs[0], parameters)
     calls.remove_hooks()
-    measured = {f"output {i}": to_numpy(y) for i, y in outputs.items()}
-    recorded = arrays_of(gradients)
-    new_buffers = arrays_of(buffers | dict(module.named_buffers()))
-    notes = [] if no_double is None else [no_double]
-    if not torch.equal(random_state, torch.get_rng_state()):
-        notes.append("torch draws random numbers, which are not those of JAX: call .eval() of the layers that do")
     return ModuleRecord(
         type(module).__name__,
-        inputs.args,
-        no_double is None,
+        inputs[0].args,
+        is_double,
         *before,
         aliases(module),
-        measured,
-        recorded,
-        new_buffers,
+        {f"output {i}": to_numpy(y) for i, y in outputs.items()},
+        arrays_of(gradients),
+        arrays_of(buffers | dict(module.named_buffers())),
         calls.finish(),
-        notes,
+        [],
     )
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -12,8 +11,7 @@ from jax.tree_util import tree_map
 
 from jaxfn._parity.backends import Measurements, to_numpy
 from jaxfn._parity.inputs import Inputs
-from jaxfn._port.modules.module_record import aliases, arrays_of
-from jaxfn._reports import first_line
+from jaxfn._port.modules.module_record import aliases, arrays_of, record_in_double
 from jaxfn._torch.values.arrays import to_torch
 from jaxfn._tree import is_array_leaf
 
@@ -107,23 +105,12 @@ class TorchJob:
 
     def record(self, batches: Sequence[Any]) -> TrainingRecord:
         """Trains a copy of the module, in double precision if it runs in it."""
+        return record_in_double(self.module, [Inputs((batch,)) for batch in batches], self._record)
+
+    def _record(self, module: Any, inputs: Sequence[Inputs], is_double: bool) -> TrainingRecord:
         import torch
 
-        default = torch.get_default_dtype()
-        torch.set_default_dtype(torch.float64)  # of the constants that the loss computes, as those of the port
-        try:
-            double = [Inputs((batch,)).in_double().args[0] for batch in batches]
-            return self._record(copy.deepcopy(self.module).double(), double, None)
-        except Exception as error:  # raised again by the next line, unless it is a matter of dtypes
-            no_double = f"compared in the dtypes of the batches, as torch does not run in float64: {first_line(error)}"
-        finally:
-            torch.set_default_dtype(default)
-        batches = [Inputs((batch,)).args[0] for batch in batches]
-        return self._record(copy.deepcopy(self.module), batches, no_double)
-
-    def _record(self, module: Any, batches: list[Any], no_double: str | None) -> TrainingRecord:
-        import torch
-
+        batches = [batch for x in inputs for batch in x.args]
         named = dict(module.named_parameters())
         optimizer = self.optimizer([x for x in named.values() if x.requires_grad])
         trained = {id(x) for group in optimizer.param_groups for x in group["params"]}
@@ -136,7 +123,6 @@ class TorchJob:
         frozen = {name: x for name, x in named.items() if name not in parameters}
         scheduler = None if self.scheduler is None else self.scheduler(optimizer)
         before = arrays_of(parameters), arrays_of(frozen | dict(module.named_buffers()))
-        random_state = torch.get_rng_state()
         steps: list[TrainingStep] = []
         for start in range(0, len(batches), self.accumulate):
             optimizer.zero_grad()
@@ -152,13 +138,10 @@ class TorchJob:
             state, count = _state(optimizer, parameters)
             buffers = arrays_of(frozen | dict(module.named_buffers()))
             steps.append(TrainingStep(terms, gradients, norm, clipped, state, count, arrays_of(parameters), buffers))
-        notes = [] if no_double is None else [no_double]
-        if not torch.equal(random_state, torch.get_rng_state()):
-            notes.append("torch draws random numbers, which are not those of JAX: call .eval() of the layers that do")
         return TrainingRecord(
             type(module).__name__,
             type(optimizer).__name__,
-            no_double is None,
+            is_double,
             batches,
             self.accumulate,
             self.max_norm,
@@ -166,7 +149,7 @@ class TorchJob:
             list(frozen),
             aliases(module),
             steps,
-            notes,
+            [],
         )
 
     def _backward(self, module: Any, batch: Any) -> dict[str, float]:
