@@ -12,11 +12,11 @@ from jax.custom_derivatives import linear_call
 
 import jaxfn
 from tests.support import cases
+from tests.support.both_modes import CASES as IN_BOTH_MODES
 from tests.support.cases import make_args, residual_bytes, with_attributes
-from tests.support.contexts import CONTEXTS, checkpoint, eager, jit
-from tests.support.derivatives import ALL, DERIVATIVES, FURTHER, check, taken
-from tests.support.derivatives import jit as compiled
-from tests.support.marks import EXPERIMENTAL, cells, row, slow
+from tests.support.contexts import CONTEXTS, eager, jit
+from tests.support.derivatives import check
+from tests.support.marks import EXPERIMENTAL, cells, row
 
 X = jnp.array([0.3, -1.2])
 WRAPS = pytest.mark.parametrize("wrap", [eager, jit], ids=["eager", "jit"])
@@ -269,72 +269,22 @@ def test_jvp_on_a_subclass_and_added_later():
     assert tangent_of(OnlyReverse.apply, 1.0) == 2
 
 
-# --- D5b: jvp alone
-
-
-def jvp_only() -> dict[str, tuple[Any, Any, Any]]:
-    """Functions with a jvp and no backward, their equivalents in plain JAX, and arguments."""
-
-    def softmax_jvp(ctx, tangent):
-        (y,) = ctx.saved_tensors
-        return y * (tangent - jnp.sum(y * tangent))
-
-    def pair_jvp(ctx, of_x, of_w):
-        x, w = ctx.saved_tensors
-        first = [t * y for t, y in ((of_x, w), (of_w, x)) if t is not None]
-        return sum(first[1:], start=first[0]), None if of_x is None else {"sin": jnp.cos(x) * of_x}
-
-    def pair(ctx, x, w):
-        ctx.set_materialize_grads(False)
-        ctx.save_for_forward(x, w)
-        return x * w, {"sin": jnp.sin(x)}
-
-    return {
-        "output": (
-            function(lambda ctx, x: (lambda y: ctx.save_for_forward(y) or y)(jax.nn.softmax(x)), softmax_jvp),
-            jax.nn.softmax,
-            (X,),
-        ),
-        "several": (function(pair, pair_jvp), lambda x, w: (x * w, {"sin": jnp.sin(x)}), (X, X * 2)),
-        "intermediate": (
-            function(
-                lambda ctx, x: ctx.save_for_forward(jnp.exp(x)) or jnp.exp(x) * 1.0,
-                lambda ctx, t: ctx.saved_tensors[0] * t,
-            ),
-            jnp.exp,
-            (X,),
-        ),
-    }
-
-
 @row("D5b")
-@cells(
-    "name, wrap",
-    [("intermediate", jit), ("several", checkpoint)],
-    jvp_only(),
-    [eager, checkpoint, jit],
-)
-def test_jvp_alone_gives_reverse_mode_too(name, wrap):
-    f, plain, args = jvp_only()[name]
-    which = DERIVATIVES if wrap is checkpoint else ALL
-    check(compiled(taken(wrap(f), which))(*args), compiled(taken(plain, which))(*args))
-
-
-@row("D5b")
-def test_mapped_and_only_some_inputs():
-    f, plain, _ = jvp_only()["several"]
+def test_jvp_alone_gives_reverse_mode_of_only_some_inputs_too():
+    case = next(case for case in IN_BOTH_MODES if case.name == "two_inputs")
     rows = jnp.stack([X, X + 1, X - 2])
-    gradients = [
-        (
-            jax.vmap(jax.grad(lambda x, w: g(x, w)[0].sum(), (0, 1)), (0, None))(rows, X),
-            jax.grad(lambda w: jax.vmap(g, (0, None))(rows, w)[0].sum())(X),
-            jax.grad(lambda x: g(x, X)[1]["sin"].sum())(X),
-        )
-        for g in (f, plain)
-    ]
-    for ours, theirs in zip(*map(jax.tree.leaves, gradients), strict=True):
-        np.testing.assert_allclose(ours, theirs, rtol=1e-6)
 
+    def gradients(f):
+        return (
+            jax.vmap(jax.grad(lambda x, w: f(x, w)[0].sum(), (0, 1)), (0, None))(rows, X),
+            jax.grad(lambda w: jnp.sin(jax.vmap(f, (0, None))(rows, w)[0]).sum())(X),
+            jax.grad(lambda x: f(x, X)[0].sum())(X),
+        )
+
+    check(gradients(lambda *args: (case.apply("jvp")(*args),)), gradients(case.reference(("forward",), "jvp")))
+
+
+# --- rules that are not linear
 
 NONLINEAR = {
     "clip": lambda g: jnp.clip(g, -1, 1),
@@ -425,23 +375,6 @@ def test_a_nonlinear_rule_raises_in_the_other_mode(rule, context):
         np.testing.assert_allclose(jax.vjp(reverse, X)[1](3 * X)[0], rule(3 * X), rtol=1e-6)
     with pytest.raises(RuntimeError, match="backward is not linear in its gradients, so generate_jvp_rule"):
         jax.jvp(reverse, (X,), (X,))
-
-
-# --- D5: generate_jvp_rule
-
-
-def generated(case: cases.Case) -> Any:
-    return with_attributes(case, {"generate_jvp_rule": True})
-
-
-@row("D5")
-@slow
-@pytest.mark.parametrize("case", cases.CASES, ids=str)
-def test_generate_jvp_rule_against_plain_jax(case):
-    """Every right rule of `cases`, in every mix of modes."""
-    args = make_args(case)
-    which = ALL if case.name in ("exp", "straight_through", "linear_no_bias") else DERIVATIVES | FURTHER
-    check(compiled(taken(generated(case), which))(*args), compiled(taken(case.reference, which))(*args))
 
 
 LINEAR = {

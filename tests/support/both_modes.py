@@ -24,34 +24,52 @@ FORWARD, REVERSE = "forward", "reverse"
 Modes = tuple[str, ...]
 
 
+# Which rules a Function has: "jvp" and "generated" have one for both modes.
+RULES = ("backward", "both", "generated", "jvp")
+
+
 @dataclass(frozen=True)
 class Case:
     """A Function, and the parts of its reference.
 
     Attributes:
       name: for test ids.
-      apply: the Function's call, of the differentiated arguments only.
+      function: the Function, with both rules.
       plain: plain JAX with equal differentiable outputs.
-      args: the arguments.
+      args: the differentiated arguments.
       push: tangents of the outputs from arguments, outputs and tangents; twice JAX's own if it is omitted.
       pull: cotangents of the arguments from arguments, outputs and cotangents; three times JAX's own if it is omitted.
       others: the outputs without derivative that follow the differentiable ones.
+      statics: the arguments that follow those.
     """
 
     name: str
-    apply: Callable[..., Any]
+    function: type[jaxfn.Function]
     plain: Callable[..., Any]
     args: tuple[Any, ...]
     push: Callable[..., Any] | None = None
     pull: Callable[..., Any] | None = None
     others: Callable[..., tuple[Any, ...]] = lambda *_: ()
+    statics: tuple[Any, ...] = ()
 
     def __str__(self) -> str:
         return self.name
 
-    def reference(self, modes: Modes) -> Callable[..., Any]:
+    def apply(self, rules: str = "both") -> Callable[..., Any]:
+        """The call of the Function, by the differentiated arguments, with these of its rules."""
+        without = {"jvp": "backward", "backward": "jvp", "generated": "jvp"}.get(rules)
+        attributes = {without: getattr(jaxfn.Function, without)} if without else {}
+        attributes["generate_jvp_rule"] = rules == "generated"
+        function = type(self.function.__name__, (self.function,), attributes)
+        return lambda *args: function.apply(*args, *self.statics)
+
+    def reference(self, modes: Modes, rules: str = "both") -> Callable[..., Any]:
         """The function whose first differentiation goes in mode `modes[0]`, that one's in `modes[1]`, and so on."""
-        model = _function(modes, self.plain, self.push or self._twice, self.pull or self._thrice)
+        push, pull = self.push or self._twice, self.pull or self._thrice
+        if rules == "generated":
+            push = self._transposed(pull)
+        # JAX transposes a `jvp` itself.
+        model = _function((FORWARD,) * len(modes) if rules == "jvp" else modes, self.plain, push, pull)
         return lambda *args: (model(*args), *map(stop_gradient, self.others(*args)))
 
     def _twice(self, args: Any, outputs: Any, tangents: Any) -> Any:
@@ -59,6 +77,12 @@ class Case:
 
     def _thrice(self, args: Any, outputs: Any, cotangents: Any) -> Any:
         return scaled(3, jax.vjp(self.plain, *args)[1](cotangents))
+
+    def _transposed(self, pull: Callable[..., Any]) -> Callable[..., Any]:
+        def push(args: Any, outputs: Any, tangents: Any) -> Any:
+            return jax.linear_transpose(lambda g: tuple(pull(args, outputs, g)), outputs)(tuple(tangents))[0]
+
+        return push
 
 
 def scaled(factor: float, tree: Any) -> Any:
@@ -83,8 +107,8 @@ def _function(modes: Modes, plain: Any, push: Any, pull: Any) -> Callable[..., A
     return forward
 
 
-def in_both_modes(function: type[jaxfn.Function], true_jvp: Callable[..., Any]) -> Callable[..., Any]:
-    """The call of a subclass whose jvp is twice `true_jvp` and whose backward is three times the function's."""
+def in_both_modes(function: type[jaxfn.Function], true_jvp: Callable[..., Any]) -> type[jaxfn.Function]:
+    """A subclass whose jvp is twice `true_jvp` and whose backward is three times the function's."""
 
     class InBothModes(function):
         @staticmethod
@@ -95,7 +119,7 @@ def in_both_modes(function: type[jaxfn.Function], true_jvp: Callable[..., Any]) 
         def backward(ctx, *grad_outputs):
             return scaled(3, function.backward(ctx, *grad_outputs))
 
-    return InBothModes.apply
+    return InBothModes
 
 
 def _gelu_jvp(ctx, tangent):
@@ -234,8 +258,8 @@ CASES = [
         (_X,), lambda args, y, t: 2 * t[0], lambda args, y, g: (3 * g,),
     ),
     Case("intermediate", in_both_modes(cases.Gelu, _gelu_jvp), lambda x: x * jax.nn.sigmoid(1.702 * x), (_X,)),
-    Case("save_for_forward", Sine.apply, jnp.sin, (_X,)),
-    Case("two_inputs", Multiply.apply, jnp.multiply, (_X, _Y)),
+    Case("save_for_forward", Sine, jnp.sin, (_X,)),
+    Case("two_inputs", Multiply, jnp.multiply, (_X, _Y)),
     Case("two_outputs", in_both_modes(cases.Rotate, _rotate_jvp), cases.rotate, (_X, _Y)),
     Case(
         "pytrees", in_both_modes(cases.Dense, _dense_jvp), cases.dense,
@@ -244,11 +268,11 @@ CASES = [
     # A full matrix, next to a static argument.
     Case("static", in_both_modes(cases.Normalize, _normalize_jvp), cases.normalize_reference, (_X, jnp.float32(0.7))),
     Case(
-        "integers", lambda x: Take.apply(x, INDEX), lambda x: x[INDEX] * 2, (_X,),
-        others=lambda x: (jnp.asarray(INDEX + 1),),
+        "integers", Take, lambda x: x[INDEX] * 2, (_X,),
+        others=lambda x: (jnp.asarray(INDEX + 1),), statics=(INDEX,),
     ),
     Case(
-        "non_differentiable", Swish.apply, jax.nn.swish, (_X,),
+        "non_differentiable", Swish, jax.nn.swish, (_X,),
         lambda args, y, t: 2 * _swish_slope(*args) * t[0], lambda args, y, g: (3 * _swish_slope(*args) * g,),
         lambda x: (jax.nn.sigmoid(x),),
     ),

@@ -7,6 +7,7 @@ element, or of the sum, shows.
 from __future__ import annotations
 
 import contextlib
+import functools
 import re
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -75,38 +76,43 @@ def gradient(f: Callable[..., Any]) -> Callable[..., Any]:
     return jax.grad(lambda *args: jnp.sum(f(*args)))
 
 
+def tangent(f: Callable[..., Any]) -> Callable[..., Any]:
+    """The tangent along ones, by the first argument."""
+    return lambda x, *others: jax.jvp(lambda x: f(x, *others), (x,), (jnp.ones_like(x),))[1]
+
+
+STEPS: dict[str, Context] = {**CONTEXTS, "grad": gradient, "jvp": tangent}
+
+
+def program(name: str, **steps: Context) -> Context:
+    """What a name such as "jit of grad of vmap" says: its last step is put around the function first.
+
+    Args:
+      name: the steps, each of `STEPS`.
+      **steps: further ones, or others of these names.
+    """
+    known = STEPS | steps
+    return lambda f: functools.reduce(lambda f, step: known[step](f), reversed(name.split(" of ")), f)
+
+
+def programs(*names: str) -> dict[str, Context]:
+    return {name: program(name) for name in names}
+
+
 # Gradients that JAX stages together with the call, or does not stage,
-GRADIENTS: dict[str, Context] = {
-    "grad": gradient,
-    "jit of grad": lambda f: jit(gradient(f)),
-    "vmap of grad": lambda f: vmap(gradient(f)),
-    "scan of grad": lambda f: scan(gradient(f)),
-    "jit of vmap of grad": lambda f: jit(vmap(gradient(f))),
-}
+GRADIENTS = programs("grad", "jit of grad", "vmap of grad", "scan of grad", "jit of vmap of grad")
 # gradients of a call that JAX staged before,
-GRADIENTS_OF_PROGRAMS: dict[str, Context] = {
-    "grad of jit": lambda f: gradient(jit(f)),
-    "grad of checkpoint": lambda f: gradient(checkpoint(f)),
-    "grad of vmap": lambda f: gradient(vmap(f)),
-    "grad of scan": lambda f: gradient(scan(f)),
-    "grad of cond": lambda f: gradient(cond(f)),
-    "jit of grad of jit": lambda f: jit(gradient(jit(f))),
-}
+GRADIENTS_OF_PROGRAMS = programs(
+    "grad of jit", "grad of checkpoint", "grad of vmap", "grad of scan", "grad of cond", "jit of grad of jit"
+)
 # and second derivatives.
-SECOND_DERIVATIVES: dict[str, Context] = {
-    "grad of grad": lambda f: gradient(gradient(f)),
-    "jit of grad of grad": lambda f: jit(gradient(gradient(f))),
-    "vmap of grad of grad": lambda f: vmap(gradient(gradient(f))),
-    "grad of jit of grad": lambda f: gradient(jit(gradient(f))),
-    "grad of checkpoint of grad": lambda f: gradient(checkpoint(gradient(f))),
-    "grad of vmap of grad": lambda f: gradient(vmap(gradient(f))),
-    "grad of scan of grad": lambda f: gradient(scan(gradient(f))),
-    "grad of grad of jit": lambda f: gradient(gradient(jit(f))),
-    "grad of grad of checkpoint": lambda f: gradient(gradient(checkpoint(f))),
-    "grad of grad of vmap": lambda f: gradient(gradient(vmap(f))),
-    "grad of grad of scan": lambda f: gradient(gradient(scan(f))),
-    "grad of grad of cond": lambda f: gradient(gradient(cond(f))),
-}
+SECOND_DERIVATIVES = programs(
+    "grad of grad",
+    "jit of grad of grad",
+    "vmap of grad of grad",
+    *(f"grad of {step} of grad" for step in ("jit", "checkpoint", "vmap", "scan")),
+    *(f"grad of grad of {step}" for step in ("jit", "checkpoint", "vmap", "scan", "cond")),
+)
 
 # What is raised, by jaxfn or by JAX, for a tracer that is used in another program than its own.
 _ESCAPED_TRACER = {

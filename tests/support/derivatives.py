@@ -1,4 +1,4 @@
-"""Every way of taking derivatives of a function, in forward mode, in reverse mode, and in mixes of both."""
+"""Derivatives of a function of any arguments, by name: in forward mode, in reverse mode, and in mixes of both."""
 
 from __future__ import annotations
 
@@ -10,27 +10,30 @@ import jax.numpy as jnp
 import numpy as np
 
 from tests.support.both_modes import FORWARD, REVERSE, Modes
+from tests.support.contexts import Context, program
+
+Function = Callable[..., Any]
 
 
-def nonlinear(f: Callable[..., Any]) -> Callable[..., Any]:
+def floating(tree: Any) -> list[jax.Array]:
+    return [y for y in jax.tree.leaves(tree) if jnp.issubdtype(y.dtype, jnp.inexact)]
+
+
+def nonlinear(f: Function) -> Function:
     """Nonlinear before and after `f`, so that a second derivative goes through its tangents and its outputs."""
-
-    def function(*args: Any) -> list[jax.Array]:
-        outputs = f(*jax.tree.map(lambda x: x + 0.2 * x * x, args))
-        return [jnp.sin(0.5 * y) for y in jax.tree.leaves(outputs) if jnp.issubdtype(y.dtype, jnp.inexact)]
-
-    return function
+    return lambda *args: [jnp.sin(0.5 * y) for y in floating(f(*jax.tree.map(lambda x: x + 0.2 * x * x, args)))]
 
 
-def loss_of(f: Callable[..., Any]) -> Callable[..., jax.Array]:
-    return lambda *args: sum(jnp.sum(y * (i + 1)) for i, y in enumerate(nonlinear(f)(*args)))
+def total(f: Function) -> Callable[..., jax.Array]:
+    return lambda *args: sum(jnp.sum(y * (i + 1)) for i, y in enumerate(floating(f(*args))))
 
 
 def every(args: tuple[Any, ...]) -> tuple[int, ...]:
     return tuple(range(len(args)))
 
 
-def grad(f: Callable[..., Any]) -> Callable[..., Any]:
+def grad(f: Function) -> Function:
+    """The gradients of a number by all arguments."""
     return lambda *args: jax.grad(f, every(args))(*args)
 
 
@@ -38,61 +41,59 @@ def directions(args: tuple[Any, ...]) -> tuple[Any, ...]:
     return jax.tree.map(lambda x: jnp.cos(3 * x), args)
 
 
-def jvp(f, args):
-    return jax.jvp(f, args, directions(args))[1]
+def _pull_ones(f: Function) -> Function:
+    def pulled(*args: Any) -> Any:
+        outputs, pullback = jax.vjp(f, *args)
+        return pullback(jax.tree.map(lambda y: jnp.ones_like(y) + y, outputs))
+
+    return pulled
 
 
-def pull_ones(f, args):
-    outputs, pullback = jax.vjp(f, *args)
-    return pullback(jax.tree.map(lambda y: jnp.ones_like(y) + y, outputs))
-
-
-# What is done with a function, and in which modes its derivatives are taken, the innermost first. These are equal
-# for a batch of rows as for every row alone.
-Derivative = Callable[[Callable[..., Any], tuple[Any, ...]], Any]
-Derivatives = dict[str, tuple[Modes, Derivative]]
-DERIVATIVES: Derivatives = {
-    "jvp": ((FORWARD,), lambda f, args: jvp(nonlinear(f), args)),
-    "linearize": ((FORWARD,), lambda f, args: jax.linearize(nonlinear(f), *args)[1](*directions(args))),
-    "grad": ((REVERSE,), lambda f, args: grad(loss_of(f))(*args)),
-    "vjp": ((REVERSE,), lambda f, args: pull_ones(nonlinear(f), args)),
-    "jvp_of_grad": ((REVERSE, FORWARD), lambda f, args: jvp(grad(loss_of(f)), args)),
-    "grad_of_jvp": ((FORWARD, REVERSE), lambda f, args: grad(lambda *a: jvp(loss_of(f), a))(*args)),
+# Each takes a function of all arguments, the derivatives by all of them. These are equal for a batch of rows as for
+# every row alone.
+STEPS: dict[str, Context] = {
+    "jvp": lambda f: lambda *args: jax.jvp(f, args, directions(args))[1],
+    "linearize": lambda f: lambda *args: jax.linearize(f, *args)[1](*directions(args)),
+    "grad": lambda f: grad(total(f)),
+    "vjp": _pull_ones,
 }
-JACOBIANS: Derivatives = {
-    "jacfwd": ((FORWARD,), lambda f, args: jax.jacfwd(nonlinear(f), every(args))(*args)),
-    "jacrev": ((REVERSE,), lambda f, args: jax.jacrev(nonlinear(f), every(args))(*args)),
-    "hessian": ((REVERSE, FORWARD), lambda f, args: jax.hessian(loss_of(f), every(args))(*args)),
-    "jacrev_of_jacfwd": (
-        (FORWARD, REVERSE),
-        lambda f, args: jax.jacrev(jax.jacfwd(loss_of(f), every(args)), every(args))(*args),
-    ),
+OF_JACOBIANS: dict[str, Context] = {
+    "jacfwd": lambda f: lambda *args: jax.jacfwd(f, every(args))(*args),
+    "jacrev": lambda f: lambda *args: jax.jacrev(f, every(args))(*args),
+    "hessian": lambda f: lambda *args: jax.hessian(total(f), every(args))(*args),
 }
-FURTHER: Derivatives = {
-    "jvp_of_jvp": ((FORWARD, FORWARD), lambda f, args: jvp(lambda *a: jvp(nonlinear(f), a), args)),
-    "grad_of_grad": ((REVERSE, REVERSE), lambda f, args: pull_ones(grad(loss_of(f)), args)),
-    "grad_of_jvp_of_grad": (
-        (REVERSE, FORWARD, REVERSE),
-        lambda f, args: pull_ones(lambda *a: jvp(grad(loss_of(f)), a), args),
-    ),
-    "jvp_of_grad_of_jvp": (
-        (FORWARD, REVERSE, FORWARD),
-        lambda f, args: jvp(grad(lambda *a: jvp(loss_of(f), a)), args),
-    ),
+# In which modes a step differentiates, the innermost first.
+_MODES: dict[str, Modes] = {
+    **dict.fromkeys(["jvp", "linearize", "jacfwd"], (FORWARD,)),
+    **dict.fromkeys(["grad", "vjp", "jacrev"], (REVERSE,)),
+    "hessian": (REVERSE, FORWARD),
 }
-ALL = DERIVATIVES | JACOBIANS | FURTHER
+DERIVATIVES = ("jvp", "linearize", "grad", "vjp", "jvp of grad", "grad of jvp")
+JACOBIANS = ("jacfwd", "jacrev", "hessian", "jacrev of jacfwd")
+FURTHER = ("jvp of jvp", "vjp of grad", "vjp of jvp of grad", "jvp of grad of jvp")
+ALL = (*DERIVATIVES, *JACOBIANS, *FURTHER)
 
 
-def check(got: dict[str, Any], wanted: dict[str, Any]) -> None:
-    for name in got:
-        assert jax.tree.structure(got[name]) == jax.tree.structure(wanted[name]), name
-        for ours, theirs in zip(jax.tree.leaves(got[name]), jax.tree.leaves(wanted[name]), strict=True):
-            np.testing.assert_allclose(ours, theirs, rtol=2e-4, atol=2e-5, err_msg=name)
+def modes_of(name: str) -> Modes:
+    return tuple(mode for step in reversed(name.split(" of ")) for mode in _MODES[step])
 
 
-def taken(f: Callable[..., Any], which: dict[str, tuple[Modes, Derivative]]) -> Callable[..., dict[str, Any]]:
-    return lambda *args: {name: derivative(f, args) for name, (_, derivative) in which.items()}
+def derivative(name: str, f: Function, **steps: Context) -> Function:
+    """A program of `STEPS`, and those that are passed, of a function made nonlinear."""
+    return program(name, **STEPS, **OF_JACOBIANS, **steps)(nonlinear(f))
 
 
-def jit(f: Callable[..., Any]) -> Callable[..., Any]:
+def taken(f: Function, names: tuple[str, ...]) -> Callable[..., dict[str, Any]]:
+    return lambda *args: {name: derivative(name, f)(*args) for name in names}
+
+
+def check(got: Any, wanted: Any, rtol: float = 2e-4, atol: float = 2e-5) -> None:
+    """Asserts equal structures, shapes and values."""
+    assert jax.tree.structure(got) == jax.tree.structure(wanted)
+    for (path, ours), theirs in zip(jax.tree.leaves_with_path(got), jax.tree.leaves(wanted), strict=True):
+        assert np.shape(ours) == np.shape(theirs)
+        np.testing.assert_allclose(ours, theirs, rtol=rtol, atol=atol, err_msg=jax.tree_util.keystr(path))
+
+
+def jit(f: Function) -> Function:
     return jax.jit(f, compiler_options={"xla_backend_optimization_level": 0})  # compiles in half the time
