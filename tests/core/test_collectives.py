@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -14,6 +14,7 @@ from jax.lax import stop_gradient
 import jaxfn
 from tests.support import cases
 from tests.support.contexts import CONTEXTS, eager
+from tests.support.derivatives import check, derivative
 from tests.support.marks import HIGH_PRIMITIVES, cells, row, slow
 
 # --- collectives over a vmapped axis name, in forward, jvp and backward
@@ -23,7 +24,7 @@ SHIFT = [(i, (i + 1) % N) for i in range(N)]
 BACK = [(b, a) for a, b in SHIFT]
 
 
-class Collective:
+class Collective(NamedTuple):
     """A function of x and of a weight that all elements share, with its hand-written derivative.
 
     Attributes:
@@ -32,8 +33,9 @@ class Collective:
       pull: the cotangents of x and w, of (x, w, g).
     """
 
-    def __init__(self, value: Any, push: Any, pull: Any) -> None:
-        self.value, self.push, self.pull = value, push, pull
+    value: Any
+    push: Any
+    pull: Any
 
 
 def _of_square(collective, transposed):
@@ -102,53 +104,26 @@ WEIGHTS = rng.normal(size=(5, N)).astype(np.float32)
 TANGENT = rng.normal(size=(5, N)).astype(np.float32)
 
 
-def over(f, **options):
-    return jax.vmap(f, in_axes=(-1, None), out_axes=-1, axis_name="i", **options)
+def over(f):
+    return jax.vmap(f, in_axes=(-1, None, -1), out_axes=-1, axis_name="i")
 
 
-def weighed(f):
-    """A number that differs if elements are exchanged."""
-    return lambda x, w: jnp.sum(jnp.sin(f(x, w)) * WEIGHTS)
+def derived(name, f, vmap=over):
+    """A derivative of the function times weights, which differs if elements are exchanged."""
+    return derivative(name, lambda x, w, weight: f(x, w) * weight, vmap=vmap)
 
 
-def inside(f):
-    """The gradient of each element alone, under vmap."""
-
-    def gradient(x, w, weight):
-        return jax.grad(lambda x, w: jnp.sum(jnp.sin(f(x, w)) * weight), (0, 1))(x, w)
-
-    return lambda x, w: jax.vmap(gradient, (-1, None, -1), -1, axis_name="i")(x, w, WEIGHTS)
+REVERSE = ("grad of vmap", "vmap of grad", "grad of grad of vmap", "grad of vmap of grad")
+FORWARD = ("jvp of vmap", "vmap of jvp", "jvp of jvp of vmap")
+ARGS = XS, W, WEIGHTS
 
 
-def total_of(f):
-    return lambda *args: sum(jnp.sum(jnp.cos(y)) for y in jax.tree.leaves(f(*args)))
+def compare(got, expected, rtol=2e-4):
+    check(got, expected, rtol, rtol * max(float(np.abs(y).max(initial=1)) for y in jax.tree.leaves(expected)))
 
 
-def gradients(f):
-    return jax.grad(f, (0, 1))
-
-
-REVERSE = {
-    "grad of vmap": lambda f: gradients(weighed(over(f))),
-    "vmap of grad": inside,
-    "grad of grad of vmap": lambda f: gradients(total_of(gradients(weighed(over(f))))),
-    "grad of vmap of grad": lambda f: gradients(total_of(inside(f))),
-}
-FORWARD = {
-    "jvp of vmap": lambda f: lambda x, w: jax.jvp(over(f), (x, w), (TANGENT, 2 * w))[1],
-    "vmap of jvp": lambda f: (
-        lambda x, w: jax.vmap(lambda x, w, t: jax.jvp(f, (x, w), (t, 2 * w))[1], (-1, None, -1), -1, axis_name="i")(
-            x, w, TANGENT
-        )
-    ),
-    "jvp of jvp of vmap": lambda f: (
-        lambda x, w: jax.jvp(lambda x, w: jax.jvp(over(f), (x, w), (TANGENT, 2 * w))[1], (x, w), (TANGENT, w))[1]
-    ),
-}
-
-
-def check(rules, ours, theirs, expected):
-    """Compares results; with `backward` alone JAX may not know the axis where it calls the rule."""
+def compare_or_both_raise(rules, ours, theirs, expected):
+    """With `backward` alone JAX may not know the axis where it calls the rule."""
     try:
         got = ours()
     except NameError as error:
@@ -159,20 +134,11 @@ def check(rules, ours, theirs, expected):
     compare(got, expected())
 
 
-def compare(got, expected, rtol=2e-4):
-    assert jax.tree.structure(got) == jax.tree.structure(expected)
-    for ours, theirs in zip(jax.tree.leaves(got), jax.tree.leaves(expected), strict=True):
-        np.testing.assert_allclose(ours, theirs, rtol=rtol, atol=rtol * max(1.0, float(np.abs(theirs).max(initial=0))))
-
-
-DERIVATIVES = {"value": over} | REVERSE | FORWARD
-
-
 @row("E1", "E1c", "D4")
 @cells(
-    "collective, rules, derivative, context",
+    "collective, rules, name, context",
     [
-        ("psum", "backward", "value", "jit"),
+        ("psum", "backward", "vmap", "jit"),
         ("psum", "generated", "grad of vmap", "checkpoint"),
         ("psum", "jvp", "jvp of jvp of vmap", "scan"),
         ("pmean", "both", "jvp of vmap", "eager"),  # once gave the first element's tangent for all
@@ -180,36 +146,33 @@ DERIVATIVES = {"value": over} | REVERSE | FORWARD
         ("ppermute", "jvp", "vmap of grad", "scan"),
         ("ppermute", "generated", "vmap of jvp", "cond"),
         ("axis_index", "backward", "grad of vmap of grad", "vmap"),
-        ("axis_index", "both", "value", "cond"),
+        ("axis_index", "both", "vmap", "cond"),
         ("all_gather", "both", "grad of grad of vmap", "checkpoint"),
         ("all_gather", "jvp", "jvp of vmap", "vmap"),
         ("psum of a part", "generated", "grad of vmap of grad", "eager"),
         ("psum of a part", "backward", "grad of vmap", "scan"),
         *[
-            pytest.param(collective, rules, derivative, context, marks=slow)
-            for rules, context in [("both", "checkpoint"), ("generated", "scan")]
+            pytest.param(collective, "generated", name, "scan", marks=slow)
             for collective in COLLECTIVES
-            for derivative in DERIVATIVES
-            if (collective, rules, derivative) != ("all_gather", "both", "grad of grad of vmap")
+            for name in REVERSE + FORWARD
         ],
     ],
 )
-def test_collectives_over_a_vmapped_axis(collective, rules, derivative, context):
+def test_collectives_over_a_vmapped_axis(collective, rules, name, context):
     """A scan runs two steps, and a vmap inside has no name."""
     c, (reverse, forward) = COLLECTIVES[collective], FACTORS[rules]
-    factor = 1 if derivative == "value" else forward if derivative in FORWARD else reverse
-    derived = DERIVATIVES[derivative]
-    check(
+    factor = forward if name in FORWARD else reverse
+    compare_or_both_raise(
         rules,
-        lambda: jax.jit(derived(CONTEXTS[context](function_of(c, rules))))(XS, W),
-        lambda: jax.jit(derived(CONTEXTS[context](hand_written(c, rules))))(XS, W),
-        lambda: jax.jit(derived(reference(c, factor)))(XS, W),
+        lambda: jax.jit(derived(name, CONTEXTS[context](function_of(c, rules))))(*ARGS),
+        lambda: jax.jit(derived(name, CONTEXTS[context](hand_written(c, rules))))(*ARGS),
+        lambda: jax.jit(derived(name, reference(c, factor)))(*ARGS),
     )
 
 
 @row("E1", "E1c", "D4")
 @cells(
-    "collective, rules, derivative",
+    "collective, rules, name",
     [
         ("psum", "jvp", "jvp of vmap"),
         ("pmean", "jvp", "grad of vmap"),
@@ -217,14 +180,13 @@ def test_collectives_over_a_vmapped_axis(collective, rules, derivative, context)
         ("axis_index", "backward", "vmap of grad"),
         ("all_gather", "jvp", "grad of vmap of grad"),
         ("psum of a part", "jvp", "vmap of jvp"),
-        *[pytest.param("ppermute", "jvp", derivative, marks=slow) for derivative in FORWARD | REVERSE],
     ],
     ids=str,
 )
-def test_collectives_without_jit_as_in_a_hand_written_rule(collective, rules, derivative):
+def test_collectives_without_jit_as_in_a_hand_written_rule(collective, rules, name):
     """Rules equal a custom_jvp in both modes, and a custom_vjp in vmap(grad): grad(vmap) raises "unbound axis name"."""
     c = COLLECTIVES[collective]
-    got, expected = (DERIVATIVES[derivative](f(c, rules))(XS, W) for f in (function_of, hand_written))
+    got, expected = (derived(name, f(c, rules))(*ARGS) for f in (function_of, hand_written))
     compare(got, expected)
 
 
@@ -246,18 +208,19 @@ def test_collectives_under_another_vmap(position, rules, collective):
     c, (factor, _) = COLLECTIVES[collective], FACTORS[rules]
     xs = np.stack([XS, XS - 1, 2 * XS, XS**2], 1)
 
-    def derived(f):
+    def vmap(f):
         if position == "outside":
-            one = jax.vmap(lambda x, w: over(f)(x, w), (1, None), 1)
-        else:
-            one = over(jax.vmap(f, (1, None), 1))
-        return jax.jit(gradients(lambda x, w: jnp.sum(jnp.sin(one(x, w)) * WEIGHTS[:, None])))(xs, W)
+            return jax.vmap(over(f), (1, None, None), 1)
+        return over(jax.vmap(f, (1, None, None), 1))
 
-    check(
+    def gradients(f):
+        return jax.jit(derived("grad of vmap", f, vmap))(xs, W, WEIGHTS)
+
+    compare_or_both_raise(
         rules,
-        lambda: derived(function_of(c, rules)),
-        lambda: derived(hand_written(c, rules)),
-        lambda: derived(reference(c, factor)),
+        lambda: gradients(function_of(c, rules)),
+        lambda: gradients(hand_written(c, rules)),
+        lambda: gradients(reference(c, factor)),
     )
 
 
@@ -280,15 +243,18 @@ def test_collectives_over_two_named_axes(rules, wrap):
     c, (factor, _) = Collective(value, push, pull), FACTORS[rules]
     xs = rng.normal(size=(N, 5, 4)).astype(np.float32)
 
-    def derived(f):
-        mapped = jax.vmap(jax.vmap(f, (0, None), axis_name="i"), (-1, None), -1, axis_name="j")
-        return gradients(lambda x, w: jnp.sum(jnp.sin(mapped(x, w)) * (1 + jnp.arange(4.0))))(xs, W)
+    def vmap(f):
+        inner = jax.vmap(f, (0, None, None), axis_name="i")
+        return jax.vmap(inner, (-1, None, 0), -1, axis_name="j")
 
-    check(
+    def gradients(f):
+        return derived("grad of vmap", f, vmap)(xs, W, 1 + np.arange(4, dtype=np.float32))
+
+    compare_or_both_raise(
         rules,
-        wrap(lambda: derived(function_of(c, rules))),
-        wrap(lambda: derived(hand_written(c, rules))),
-        lambda: derived(reference(c, factor)),
+        wrap(lambda: gradients(function_of(c, rules))),
+        wrap(lambda: gradients(hand_written(c, rules))),
+        lambda: gradients(reference(c, factor)),
     )
 
 
@@ -319,13 +285,13 @@ def test_collectives_in_backward_alone(collective, rules):
 
         return f
 
-    for derivative in ("grad of vmap", "vmap of grad", *(["jvp of vmap"] if forward else [])):
-        derived, expected = DERIVATIVES[derivative], linear(forward if derivative in FORWARD else factor)
-        check(
+    for name in ("grad of vmap", "vmap of grad", *["jvp of vmap"] * bool(forward)):
+        expected = linear(forward if name in FORWARD else factor)
+        compare_or_both_raise(
             rules,
-            lambda derived=derived: jax.jit(derived(function_of(c, rules)))(XS, W),
-            lambda derived=derived: jax.jit(derived(hand_written(c, rules)))(XS, W),
-            lambda derived=derived, expected=expected: derived(expected)(XS, W),
+            lambda name=name: jax.jit(derived(name, function_of(c, rules)))(*ARGS),
+            lambda name=name: jax.jit(derived(name, hand_written(c, rules)))(*ARGS),
+            lambda name=name, expected=expected: derived(name, expected)(*ARGS),
         )
 
 
@@ -342,43 +308,31 @@ def test_a_saved_intermediate_of_a_collective():
 
     f.backward(lambda ctx, g: (lax.psum(g, "i") * ctx.saved_tensors[1], ctx.saved_tensors[0] * g))
     with pytest.raises(NameError, match="unbound axis name"):
-        DERIVATIVES["grad of grad of vmap"](f)(XS, W)
+        derived("grad of grad of vmap", f)(*ARGS)
 
 
 # --- every output has the batch if any input has it
 
 
-class Parts(jaxfn.Function):
+def parts(rules):
     """A product, and outputs that do not depend on x at all: of w, an integer, a mask, a key, and w marked."""
 
-    @staticmethod
     def forward(ctx, x, w, key):
         marked = jnp.exp(w)
         ctx.mark_non_differentiable(marked)
         return x * w, jnp.sin(w), jnp.int32(w.size), w > 0, jax.random.split(key)[0], marked
 
-    @staticmethod
-    def backward(ctx, *_):
-        raise AssertionError("nothing is differentiated")
-
-
-class PartsInBothModes(Parts):
-    generate_jvp_rule = True
+    return cases.with_rules(rules, forward, None, None)
 
 
 KEY = jax.random.key(3)
 
 
 @row("E1c")
-@cells(
-    "function, context",
-    [(Parts, "eager"), (Parts, "jit"), (PartsInBothModes, "checkpoint")],
-    [Parts, PartsInBothModes],
-    ["eager", "jit", "checkpoint"],
-)
-def test_an_output_without_a_batch_has_it_where_an_input_has(function, context):
+@cells("rules, context", [("backward", "eager"), ("backward", "jit"), ("generated", "checkpoint")])
+def test_an_output_without_a_batch_has_it_where_an_input_has(rules, context):
     """`out_axes=None` for it is JAX's own error; integers, masks, keys and marked outputs are left alone."""
-    f = CONTEXTS[context](lambda x, w: function.apply(x, w, KEY))
+    f = CONTEXTS[context](lambda x, w: parts(rules)(x, w, KEY))
     product, sine, count, mask, key, marked = jax.vmap(f, (1, None), (1, 0, None, None, None, None))(XS, W)
     compare(product, XS * W[:, None], 1e-6)
     compare(sine, np.broadcast_to(np.sin(W), (N, 5)), 1e-6)
