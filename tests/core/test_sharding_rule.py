@@ -13,6 +13,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxfn
+from tests.support.derivatives import derivative
 from tests.support.marks import cells, row
 from tests.support.sharded_kernels import KERNELS
 
@@ -26,14 +27,10 @@ def mesh_of(name, kind):
 
 def at_order(f, order, indices):
     """The function, its gradient, and the gradient of a function of its gradient."""
-
-    def total(g):
-        return sum(jnp.sum(jnp.sin(x)) for x in jax.tree.leaves(g))
-
     if order == 0:
         return f
     inner = at_order(f, order - 1, indices)
-    return jax.grad(lambda *args: total(inner(*args)), indices)
+    return jax.grad(lambda *args: sum(jnp.sum(jnp.sin(x)) for x in jax.tree.leaves(inner(*args))), indices)
 
 
 _COLLECTIVE = re.compile(
@@ -116,20 +113,23 @@ def arrays(*shapes):
 MatMul = KERNELS["MatMul"].function
 
 
-class MatMulByJvp(jaxfn.Function):
-    """Without a backward: reverse mode transposes `jvp`. Its inner dimension is summed by the code itself."""
+def inner_product(ctx, x, w):
+    ctx.save_for_backward(x, w)
+    return jax.lax.psum(x @ w, ctx.mesh_axes("d"))
 
-    sharding_rule = jaxfn.ShardingRule("b d, d h -> b h", manual_factors=("d",))
 
-    @staticmethod
-    def forward(ctx, x, w):
-        ctx.save_for_backward(x, w)
-        return jax.lax.psum(x @ w, ctx.mesh_axes("d"))
+def inner_product_jvp(ctx, tangent_x, tangent_w):
+    x, w = ctx.saved_tensors
+    return jax.lax.psum(tangent_x @ w + x @ tangent_w, ctx.mesh_axes("d"))
 
-    @staticmethod
-    def jvp(ctx, tangent_x, tangent_w):
-        x, w = ctx.saved_tensors
-        return jax.lax.psum(tangent_x @ w + x @ tangent_w, ctx.mesh_axes("d"))
+
+# Without a backward: reverse mode transposes `jvp`. Its inner dimension is summed by the code itself.
+MatMulByJvp = jaxfn.function(
+    inner_product,
+    jvp=inner_product_jvp,
+    sharding_rule=jaxfn.ShardingRule("b d, d h -> b h", manual_factors=("d",)),
+    name="MatMulByJvp",
+)
 
 
 class MatMulInBothModes(MatMul):
@@ -141,10 +141,6 @@ class MatMulInBothModes(MatMul):
 
 class MatMulTransposed(MatMul):
     generate_jvp_rule = True
-
-
-def along_itself(f):
-    return lambda *args: jax.jvp(f, args, tuple(x * x for x in args))
 
 
 @row("M2")
@@ -159,20 +155,11 @@ def along_itself(f):
     [MatMulByJvp, MatMulInBothModes, MatMulTransposed],
     ["jvp", "grad of grad", "jvp of grad", "grad of jvp"],
     ["Explicit", "Auto"],
+    ids=lambda value: getattr(value, "__name__", None),
 )
 def test_forward_mode_and_mixed_orders(function, way, kind):
-    def total(f):
-        return lambda *args: sum(jnp.sum(jnp.sin(x)) for x in jax.tree.leaves(f(*args)))
-
-    def derived(f):
-        if way == "grad of grad":
-            return at_order(f, 2, (0, 1))
-        if way == "jvp of grad":
-            return along_itself(at_order(f, 1, (0, 1)))
-        return jax.grad(total(along_itself(f)), (0, 1)) if way == "grad of jvp" else along_itself(f)
-
-    args = arrays((8, 6), (6, 4))
-    assert_like_plain(derived(function.apply), derived(jnp.matmul), args, [P("data", "model"), P("model")], kind)
+    ways = (derivative(way, f) for f in (function.apply, jnp.matmul))
+    assert_like_plain(*ways, arrays((8, 6), (6, 4)), [P("data", "model"), P("model")], kind)
 
 
 @row("M2")
@@ -200,24 +187,21 @@ def test_a_batch_is_one_more_factor(axis, spec, way, kind, jit):
     assert_like_plain(mapped(MatMul.apply), mapped(jnp.matmul), args, [spec, P("model")], kind, jit)
 
 
-class TwoOutputs(jaxfn.Function):
+@jaxfn.function(sharding_rule=jaxfn.ShardingRule("... d, , -> ... d, ...", reduction_factors=("d",)))
+def two_outputs(ctx, x, scale, power):
     """A scalar input, an ellipsis, a static argument, two outputs; it saves arrays of several kinds."""
+    ctx.rows, ctx.power = x.shape[0], power
+    inner = jnp.tanh(x * scale)
+    ctx.save_for_backward(x, scale, inner)
+    return inner**power, jnp.sum(inner, -1)
 
-    sharding_rule = jaxfn.ShardingRule("... d, , -> ... d, ...", reduction_factors=("d",))
 
-    @staticmethod
-    def forward(ctx, x, scale, power):
-        ctx.rows, ctx.power = x.shape[0], power
-        inner = jnp.tanh(x * scale)
-        ctx.save_for_backward(x, scale, inner)
-        return inner**power, jnp.sum(inner, -1)
-
-    @staticmethod
-    def backward(ctx, grad, grad_sum):
-        x, scale, inner = ctx.saved_tensors
-        assert x.shape[0] == ctx.rows  # what forward found is that of the part
-        outer = (grad * ctx.power * inner ** (ctx.power - 1) + grad_sum[..., None]) * (1 - inner**2)
-        return outer * scale, jnp.sum(outer * x), None
+@two_outputs.backward
+def _(ctx, grad, grad_sum):
+    x, scale, inner = ctx.saved_tensors
+    assert x.shape[0] == ctx.rows  # what forward found is that of the part
+    outer = (grad * ctx.power * inner ** (ctx.power - 1) + grad_sum[..., None]) * (1 - inner**2)
+    return outer * scale, jnp.sum(outer * x), None
 
 
 @row("M1", "M2")
@@ -228,48 +212,31 @@ def test_a_scalar_input_and_two_outputs(kind, order):
         inner = jnp.tanh(x * scale)
         return inner**3, jnp.sum(inner, -1)
 
-    ways = [at_order(f, order, (0, 1)) for f in (lambda x, scale: TwoOutputs.apply(x, scale, 3), plain)]
+    ways = [at_order(f, order, (0, 1)) for f in (lambda x, scale: two_outputs(x, scale, 3), plain)]
     args = [*arrays((8, 3, 4)), np.float32(0.7)]
     assert_like_plain(*ways, args, [P("data", None, "model"), P()], kind)
 
 
-class CumulativeSum(jaxfn.Function):
-    """Its split input is gathered; its gradient is split again."""
-
-    sharding_rule = jaxfn.ShardingRule("b d -> b d", need_replication_factors=("d",))
-
-    @staticmethod
-    def forward(ctx, x):
-        ctx.save_for_backward(x)
-        return jnp.cumsum(x * x, 1)
-
-    @staticmethod
-    def backward(ctx, g):
-        (x,) = ctx.saved_tensors
-        return 2 * x * jnp.cumsum(g[:, ::-1], 1)[:, ::-1]
-
-
-class Total(jaxfn.Function):
-    """It saves nothing, so that only the type of the input says how its gradient is split."""
-
-    sharding_rule = jaxfn.ShardingRule("b d -> ", reduction_factors=("b", "d"))
-
-    @staticmethod
-    def forward(ctx, x):
-        ctx.shape = x.shape
-        return jnp.sum(x)
-
-    @staticmethod
-    def backward(ctx, g):
-        return jnp.broadcast_to(g, ctx.shape)
+# Its split input is gathered; its gradient is split again.
+cumulative_sum = jaxfn.function(
+    lambda ctx, x: ctx.save_for_backward(x) or jnp.cumsum(x * x, 1),
+    lambda ctx, g: 2 * ctx.saved_tensors[0] * jnp.cumsum(g[:, ::-1], 1)[:, ::-1],
+    sharding_rule=jaxfn.ShardingRule("b d -> b d", need_replication_factors=("d",)),
+)
+# It saves nothing, so that only the type of the input says how its gradient is split.
+total = jaxfn.function(
+    lambda ctx, x: setattr(ctx, "shape", x.shape) or jnp.sum(x),
+    lambda ctx, g: jnp.broadcast_to(g, ctx.shape),
+    sharding_rule=jaxfn.ShardingRule("b d -> ", reduction_factors=("b", "d")),
+)
 
 
 @row("M1", "M2")
 @pytest.mark.parametrize("kind", ["Explicit", "Auto"])
-@pytest.mark.parametrize("function, plain", [(CumulativeSum, lambda x: jnp.cumsum(x * x, 1)), (Total, jnp.sum)])
+@pytest.mark.parametrize("function, plain", [(cumulative_sum, lambda x: jnp.cumsum(x * x, 1)), (total, jnp.sum)])
 def test_gradients_are_split_as_their_inputs_are(function, plain, kind):
     for order in range(3):
-        ways = (at_order(f, order, 0) for f in (function.apply, plain))
+        ways = (at_order(f, order, 0) for f in (function, plain))
         assert_like_plain(*ways, arrays((8, 4)), [P("data", "model")], kind)
 
 
@@ -348,19 +315,12 @@ def test_a_rule_that_says_too_little_raises_at_once(text, kinds, message):
 
 
 def with_rule(rule, saved=lambda x: x, **of_save):
-    class F(jaxfn.Function):
-        sharding_rule = rule
-
-        @staticmethod
-        def forward(ctx, x, y):
-            ctx.save_for_backward(saved(x), **of_save)
-            return x * y
-
-        @staticmethod
-        def backward(ctx, g):
-            return g, g
-
-    return F
+    return jaxfn.function(
+        lambda ctx, x, y: ctx.save_for_backward(saved(x), **of_save) or x * y,
+        lambda ctx, g: (g, g),
+        sharding_rule=rule,
+        name="F",
+    )
 
 
 @row("M4")
@@ -387,9 +347,7 @@ def with_rule(rule, saved=lambda x: x, **of_save):
 def test_errors_of_a_call_name_the_function_the_factor_and_the_argument(rule, shapes, specs, message):
     mesh, function = grid(), with_rule(rule)
     with jax.set_mesh(mesh), pytest.raises(ValueError, match=f"F.*{message}"):
-        function.apply(
-            *(jax.device_put(x, NamedSharding(mesh, s)) for x, s in zip(arrays(*shapes), specs, strict=True))
-        )
+        function(*(jax.device_put(x, NamedSharding(mesh, s)) for x, s in zip(arrays(*shapes), specs, strict=True)))
 
 
 @row("M4")
@@ -398,7 +356,7 @@ def test_an_axis_that_does_not_divide_a_dimension_raises():
 
     def f(x):
         x = jax.lax.with_sharding_constraint(jnp.sin(x), NamedSharding(mesh, P("data")))
-        return with_rule("b d, b d -> b d").apply(x, x)
+        return with_rule("b d, b d -> b d")(x, x)
 
     with pytest.raises(Exception, match="mesh axis 'data' of size 4 does not divide factor 'b' of input 0.*size 6"):
         jax.jit(f)(*arrays((6, 4)))
@@ -412,7 +370,7 @@ def test_saved_arrays_are_split_as_their_sizes_follow_or_as_they_say():
     def gradient(function, *shapes):
         with jax.set_mesh(mesh):
             placed = [jax.device_put(x, NamedSharding(mesh, s)) for x, s in zip(arrays(*shapes), specs, strict=True)]
-            return jax.jit(jax.grad(lambda *args: jnp.sum(function.apply(*args))))(*placed)
+            return jax.jit(jax.grad(lambda *args: jnp.sum(function(*args))))(*placed)
 
     rule = "b d, b d -> b d"
     gradient(with_rule(rule, lambda x: jnp.stack([x, x], 1).T), (8, 4), (8, 4))
@@ -428,134 +386,122 @@ def test_saved_arrays_are_split_as_their_sizes_follow_or_as_they_say():
 def test_mesh_axes_are_those_of_a_part_and_a_factor_must_be_known():
     seen = []
 
-    class F(jaxfn.Function):
-        sharding_rule = "b d -> b d"
+    @jaxfn.function(sharding_rule="b d -> b d")
+    def f(ctx, x):
+        seen.append((x.shape, ctx.mesh_axes("b"), ctx.mesh_axes("d")))
+        return x
 
-        @staticmethod
-        def forward(ctx, x):
-            seen.append((x.shape, ctx.mesh_axes("b"), ctx.mesh_axes("d")))
-            return x
-
-        @staticmethod
-        def backward(ctx, g):
-            return ctx.mesh_axes("e")
-
+    f.backward(lambda ctx, g: ctx.mesh_axes("e"))
     mesh = grid()
     (x,) = arrays((8, 4))
-    F.apply(x)
+    f(x)
     with jax.set_mesh(mesh):
-        F.apply(jax.device_put(x, NamedSharding(mesh, P(("data", "model")))))
+        f(jax.device_put(x, NamedSharding(mesh, P(("data", "model")))))
         with pytest.raises(ValueError, match=r"ctx.mesh_axes\('e'\): .* has no such factor. It has: b, d"):
-            jax.grad(lambda x: jnp.sum(F.apply(x)))(x)
+            jax.grad(lambda x: jnp.sum(f(x)))(x)
     assert seen[0] == ((8, 4), (), ()) and ((1, 4), ("data", "model"), ()) in seen
 
 
-class WrongSum(jaxfn.Function):
-    sharding_rule = jaxfn.ShardingRule("b d, d -> b", reduction_factors=("d",))
+def of_two(text, forward, backward, **kinds):
+    """A Function of x and w, which are saved before what `forward` returns, and the gradients by these."""
 
-    @staticmethod
-    def forward(ctx, x, w):
-        ctx.save_for_backward(x, w, y := jnp.exp(x @ w))
-        return y
+    def saving(ctx, x, w):
+        output = forward(ctx, x, w)
+        ctx.save_for_backward(x, w, output)
+        return output
 
-    @staticmethod
-    def backward(ctx, g):
-        x, w, y = ctx.saved_tensors
-        return (g * y)[:, None] * w, (g * y) @ x
+    def gradients(ctx, g):
+        return backward(ctx, g, *ctx.saved_tensors)
 
-
-class MissingSum(jaxfn.Function):
-    sharding_rule = jaxfn.ShardingRule("b d, d -> b", manual_factors=("d",))
-
-    @staticmethod
-    def forward(ctx, x, w):
-        ctx.save_for_backward(x, w)
-        return x @ w
-
-    @staticmethod
-    def backward(ctx, g):
-        x, w = ctx.saved_tensors
-        return g[:, None] * w, g @ x
+    return jaxfn.function(saving, gradients, sharding_rule=jaxfn.ShardingRule(text, **kinds), name="F")
 
 
-class WrongNextToLargeNumbers(WrongSum):
-    sharding_rule = jaxfn.ShardingRule("b d, d, b -> b", reduction_factors=("d",))
+def exchanged(ctx, x, y):
+    ctx.save_for_backward(x, y, z := (x * y).T, factors=(None, None, "b d"))
+    return z.T**2
 
-    @staticmethod
-    def forward(ctx, x, w, which):
-        ctx.save_for_backward(x, w, factor := jnp.where(which > 0, 1e9, jnp.exp(x @ w)))
-        return jnp.where(which > 0, factor * (x @ w), factor)
 
-    @staticmethod
-    def backward(ctx, g):
-        return *WrongSum.backward(ctx, g), None
+def exchanged_backward(ctx, g):
+    x, y, z = ctx.saved_tensors
+    return 2 * g * z.T * y, 2 * g * z.T * x
+
+
+def next_to_large_numbers(ctx, x, w, which):
+    ctx.save_for_backward(x, w, factor := jnp.where(which > 0, 1e9, jnp.exp(x @ w)))
+    return jnp.where(which > 0, factor * (x @ w), factor)
+
+
+def next_to_large_numbers_backward(ctx, g):
+    x, w, y = ctx.saved_tensors
+    return (g * y)[:, None] * w, (g * y) @ x, None
+
+
+def sum_over(ctx, y):
+    return jax.lax.psum(y, ctx.mesh_axes("d"))
 
 
 class SplitSoftmax(KERNELS["Softmax"].function):
     sharding_rule = "b t d -> b t d"
 
 
-class Exchanged(jaxfn.Function):
-    sharding_rule = "b d, b d -> b d"
-
-    @staticmethod
-    def forward(ctx, x, y):
-        ctx.save_for_backward(x, y, z := (x * y).T, factors=(None, None, "b d"))
-        return z.T**2
-
-    @staticmethod
-    def backward(ctx, g):
-        x, y, z = ctx.saved_tensors
-        return 2 * g * z.T * y, 2 * g * z.T * x
-
-
-class SummedTwice(jaxfn.Function):
-    """Its backward sums over the parts what jaxfn sums."""
-
-    sharding_rule = jaxfn.ShardingRule("b d, d -> b", manual_factors=("d",))
-
-    @staticmethod
-    def forward(ctx, x, w):
-        ctx.save_for_backward(x, w)
-        return jax.lax.psum(x @ w, ctx.mesh_axes("d"))
-
-    @staticmethod
-    def backward(ctx, g):
-        x, w = ctx.saved_tensors
-        return g[:, None] * w, g @ x
-
-
-class SummedByItself(SummedTwice):
-    sharding_rule = jaxfn.ShardingRule("b d, -> b", manual_factors=("d",))
-
-    @staticmethod
-    def forward(ctx, x, w):
-        ctx.save_for_backward(x, w)
-        return jax.lax.psum(jnp.sum(x * w, 1), ctx.mesh_axes("d"))
-
-    @staticmethod
-    def backward(ctx, g):
-        x, w = ctx.saved_tensors
-        return g[:, None] * w * jnp.ones_like(x), jax.lax.psum(jnp.sum(g[:, None] * x), ctx.mesh_axes("d"))
+# Functions with a wrong rule, the shapes of their arguments, and the error.
+WRONG = {
+    "a sum of exponents": (
+        of_two(
+            "b d, d -> b",
+            lambda ctx, x, w: jnp.exp(x @ w),
+            lambda ctx, g, x, w, y: ((g * y)[:, None] * w, (g * y) @ x),
+            reduction_factors=("d",),
+        ),
+        [(4, 6), (6,)],
+        "F: factor 'd' .*output 0 .* of the parts, added up, is not that of the whole",
+    ),
+    "next to large numbers": (
+        jaxfn.function(
+            next_to_large_numbers,
+            next_to_large_numbers_backward,
+            sharding_rule=jaxfn.ShardingRule("b d, d, b -> b", reduction_factors=("d",)),
+        ),
+        [(4, 6), (6,), (4,)],
+        "factor 'd' .*output 0 .* of the parts, added up",
+    ),
+    "a sum that is missing": (
+        of_two(
+            "b d, d -> b",
+            lambda ctx, x, w: x @ w,
+            lambda ctx, g, x, w, _: (g[:, None] * w, g @ x),
+            manual_factors=("d",),
+        ),
+        [(4, 6), (6,)],
+        "F: factor 'd' .*output 0 .* is not the same on all parts",
+    ),
+    "concatenated": (
+        SplitSoftmax,
+        [(2, 3, 4)],
+        "factor 'd' .*output 0 .* concatenated.*need_replication_factors=.'d',",
+    ),
+    "a saved array with exchanged factors": (
+        jaxfn.function(exchanged, exchanged_backward, sharding_rule="b d, b d -> b d"),
+        [(4, 4), (4, 4)],
+        r"factor 'b' .*saved array saved_tensors\[2\] .*or the right factors=.* of ctx",
+    ),
+    "a gradient that it sums itself": (
+        of_two(
+            "b d, -> b",
+            lambda ctx, x, w: sum_over(ctx, jnp.sum(x * w, 1)),
+            lambda ctx, g, x, w, _: (g[:, None] * w * jnp.ones_like(x), sum_over(ctx, jnp.sum(g[:, None] * x))),
+            manual_factors=("d",),
+        ),
+        [(4, 6), ()],
+        r"backward: factor 'd' .*gradient of input 1 \('w'\).*return the contribution",
+    ),
+}
 
 
 @row("M5")
-@pytest.mark.parametrize(
-    "function, shapes, message",
-    [
-        (
-            WrongSum,
-            [(4, 6), (6,)],
-            "WrongSum: factor 'd' .*output 0 .* of the parts, added up, is not that of the whole",
-        ),
-        (WrongNextToLargeNumbers, [(4, 6), (6,), (4,)], "factor 'd' .*output 0 .* of the parts, added up"),
-        (MissingSum, [(4, 6), (6,)], "MissingSum: factor 'd' .*output 0 .* is not the same on all parts"),
-        (SplitSoftmax, [(2, 3, 4)], "factor 'd' .*output 0 .* concatenated.*need_replication_factors=.'d',"),
-        (Exchanged, [(4, 4), (4, 4)], r"factor 'b' .*saved array saved_tensors\[2\] .*or the right factors=.* of ctx"),
-        (SummedByItself, [(4, 6), ()], r"backward: factor 'd' .*gradient of input 1 \('w'\).*return the contribution"),
-    ],
-)
-def test_gradcheck_and_kernelcheck_find_a_wrong_rule_and_name_the_factor(function, shapes, message):
+@pytest.mark.parametrize("wrong", WRONG)
+def test_gradcheck_finds_a_wrong_rule_and_names_the_factor(wrong):
+    function, shapes, message = WRONG[wrong]
     args = [x.astype(np.float64) for x in arrays(*shapes)]
     with pytest.raises(jaxfn.GradcheckError, match=message):
         jaxfn.gradcheck(lambda *args: function.apply(*args), args)
@@ -567,8 +513,13 @@ def test_right_rules_pass():
         kernel = KERNELS[name]
         inputs = [x.astype(np.float64) if i not in kernel.integers else x for i, x in enumerate(kernel.arguments())]
         assert jaxfn.gradcheck(kernel.function.apply, inputs)
-    args = [x.astype(np.float64) for x in arrays((4, 6), (6,))]
-    assert jaxfn.gradcheck(SummedTwice.apply, args)
+    summed_by_jaxfn = of_two(  # its backward returns the gradients of the part
+        "b d, d -> b",
+        lambda ctx, x, w: sum_over(ctx, x @ w),
+        lambda ctx, g, x, w, _: (g[:, None] * w, g @ x),
+        manual_factors=("d",),
+    )
+    assert jaxfn.gradcheck(summed_by_jaxfn, [x.astype(np.float64) for x in arrays((4, 6), (6,))])
     assert jaxfn.gradcheck(MatMulByJvp.apply, [x.astype(np.float64) for x in arrays((4, 6), (6, 2))])
 
 
@@ -577,32 +528,28 @@ def test_right_rules_pass():
 def test_random_keys_constants_and_functions_inside(kind):
     table, key = jnp.arange(1.0, 5), jax.random.key(0)
 
-    class Inner(jaxfn.Function):
-        sharding_rule = jaxfn.ShardingRule("b d, -> b d", need_replication_factors="d")
+    rule = jaxfn.ShardingRule("b d, -> b d", need_replication_factors="d")
 
-        @staticmethod
-        def forward(ctx, x, key):
-            ctx.table = table * jax.random.uniform(key)
-            return x * ctx.table
+    @jaxfn.function(sharding_rule=rule)
+    def inner(ctx, x, key):
+        ctx.table = table * jax.random.uniform(key)
+        return x * ctx.table
 
-        @staticmethod
-        def backward(ctx, g):
-            return 3 * g * ctx.table, None
+    inner.backward(lambda ctx, g: (3 * g * ctx.table, None))
 
-    class Outer(Inner):
-        @staticmethod
-        def forward(ctx, x, key):
-            ctx.save_for_backward(x, key)
-            return Inner.apply(x, key)
+    @jaxfn.function(sharding_rule=rule)
+    def outer(ctx, x, key):
+        ctx.save_for_backward(x, key)
+        return inner(x, key)
 
-        @staticmethod
-        def backward(ctx, g):
-            x, key = ctx.saved_tensors
-            return jax.vjp(lambda x: Inner.apply(x, key), x)[1](g)[0], None
+    @outer.backward
+    def _(ctx, g):
+        x, key = ctx.saved_tensors
+        return jax.vjp(lambda x: inner(x, key), x)[1](g)[0], None
 
     scale = table * jax.random.uniform(key)
     gradients = [
-        lambda x: jax.grad(lambda x: jnp.sum(jnp.sin(Outer.apply(x, key))))(x),
+        lambda x: jax.grad(lambda x: jnp.sum(jnp.sin(outer(x, key))))(x),
         lambda x: 3 * scale * jnp.cos(scale * x),
     ]
     assert_like_plain(*gradients, arrays((8, 4)), [P("data")], kind)
