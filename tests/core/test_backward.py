@@ -18,6 +18,7 @@ from tests.support.either_library import (
     assert_gradients,
     cotangent,
     described,
+    function_in,
     gradients,
     in_each_library,
     raises,
@@ -110,21 +111,17 @@ def test_what_backward_may_return(lib, value, expected):
     [(0, 1), (1, 1), (2, 1), (4, 1), (1, 2), (2, 2), (3, 2), (0, 3), (2, 3), (3, 3), (4, 3)],
 )
 def test_as_many_gradients_as_inputs_that_were_passed(lib, returned, num_inputs):
-    class Counted(lib.Function):
-        @staticmethod
-        def forward(ctx, x, y=None, z=None):
-            return x * 2
+    def backward(ctx, grad_output):
+        return tuple((i + 2) * grad_output for i in range(returned))
 
-        @staticmethod
-        def backward(ctx, grad_output):
-            return tuple((i + 2) * grad_output for i in range(returned))
+    counted = function_in(lib, lambda ctx, x, y=None, z=None: x * 2, backward)
 
     args = [X, X + 1, X + 2][:num_inputs]
     if returned == num_inputs:
-        assert_gradients(lib, Counted.apply, args, *((i + 2) * G for i in range(num_inputs)))
+        assert_gradients(lib, counted, args, *((i + 2) * G for i in range(num_inputs)))
     else:
         with raises(lib, RuntimeError, "returned an incorrect number of gradients|gradient different than None"):
-            gradients(lib, Counted.apply, *args)
+            gradients(lib, counted, *args)
 
 
 @row("C3")
@@ -165,19 +162,18 @@ def test_what_precedes_none_gets_zeros(lib, materialize):
     """Or `None` without materializing."""
     received = []
 
-    class Inner(lib.Function):
-        @staticmethod
-        def forward(ctx, x):
-            ctx.set_materialize_grads(materialize)
-            return x * 5
+    def forward(ctx, x):
+        ctx.set_materialize_grads(materialize)
+        return x * 5
 
-        @staticmethod
-        def backward(ctx, g):
-            received.append(g is None)
-            return g if g is None else g + 1
+    def backward(ctx, g):
+        received.append(g is None)
+        return g if g is None else g + 1
+
+    inner = function_in(lib, forward, backward)
 
     stop = returning(lib, lambda g: None)
-    assert_gradients(lib, lambda x: stop(Inner.apply(x)) + 0 * x, [X], np.ones_like(X) if materialize else ZEROS)
+    assert_gradients(lib, lambda x: stop(inner(x)) + 0 * x, [X], np.ones_like(X) if materialize else ZEROS)
     assert received and set(received) == {not materialize}
 
 
@@ -354,21 +350,20 @@ def test_a_gradient_is_summed_to_the_shape_that_broadcasts_to_its_own_or_raises(
 @in_each_library
 @pytest.mark.parametrize("shape", [(2,), (3, 1), ()], ids=str)
 def test_the_derivative_of_a_gradient_that_was_summed(lib, shape):
-    class Scale(lib.Function):
-        @staticmethod
-        def forward(ctx, x, gain):
-            ctx.save_for_backward(x, gain)
-            return x * gain
+    def forward(ctx, x, gain):
+        ctx.save_for_backward(x, gain)
+        return x * gain
 
-        @staticmethod
-        def backward(ctx, grad_output):
-            x, gain = ctx.saved_tensors
-            return grad_output * gain, grad_output * x
+    def backward(ctx, grad_output):
+        x, gain = ctx.saved_tensors
+        return grad_output * gain, grad_output * x
+
+    scale = function_in(lib, forward, backward)
 
     gain = 0.5 + np.arange(float(np.prod(shape))).reshape(shape)
-    assert_gradients(lib, Scale.apply, [X, gain], G * gain, summed(G * X, shape))
+    assert_gradients(lib, scale, [X, gain], G * gain, summed(G * X, shape))
     of_gain = cotangent(shape, 1)  # the gradients of the two gradients are G and this
-    assert_gradients(lib, Scale.apply, [X, gain], G * of_gain, summed(G * G, shape), order=2)
+    assert_gradients(lib, scale, [X, gain], G * of_gain, summed(G * G, shape), order=2)
 
 
 INEXACT = ["float16", "float32", "float64", "complex64", "complex128"]
@@ -463,18 +458,15 @@ def test_the_gradients_of_integer_outputs(lib, materialize):
     seen = []
     dtypes = ["int64", "int32", "int8", "uint8", "bool"]
 
-    class Codes(lib.Function):
-        @staticmethod
-        def forward(ctx, x):
-            ctx.set_materialize_grads(materialize)
-            return x * 2, *(lib.m.asarray(x[0] > 0, dtype=getattr(lib.m, dtype)) for dtype in dtypes)
+    def forward(ctx, x):
+        ctx.set_materialize_grads(materialize)
+        return x * 2, *(lib.m.asarray(x[0] > 0, dtype=getattr(lib.m, dtype)) for dtype in dtypes)
 
-        @staticmethod
-        def backward(ctx, grad_output, *others):
-            seen.append([described(g) for g in others])
-            return grad_output * 2 + sum(100 * g for g in others if g is not None)
+    def backward(ctx, grad_output, *others):
+        seen.append([described(g) for g in others])
+        return grad_output * 2 + sum(100 * g for g in others if g is not None)
 
-    assert_gradients(lib, Codes.apply, [X], 2 * G)
+    assert_gradients(lib, function_in(lib, forward, backward), [X], 2 * G)
     assert seen == [[(dtype, (2,)) if materialize else None for dtype in dtypes]]
 
 
@@ -673,22 +665,19 @@ def test_backward_sees_torch_s_gradients_and_jax_grad_gives_the_conjugate(lib, k
 @row("C16")
 @in_each_library
 def test_a_complex_gradient_s_real_part_for_a_real_input(lib):
-    class Rotate(lib.Function):
-        """The parts of x z w, of real x and w."""
+    def forward(ctx, x, w):
+        ctx.save_for_backward(x, w)
+        y = x * lib.array(Z) * w
+        return lib.m.real(y), lib.m.imag(y)
 
-        @staticmethod
-        def forward(ctx, x, w):
-            ctx.save_for_backward(x, w)
-            y = x * lib.array(Z) * w
-            return lib.m.real(y), lib.m.imag(y)
+    def backward(ctx, grad_real, grad_imag):
+        x, w = ctx.saved_tensors
+        turned = lib.m.real((grad_real + 1j * grad_imag) * lib.m.conj(lib.array(Z)))
+        return turned * w, turned * x
 
-        @staticmethod
-        def backward(ctx, grad_real, grad_imag):
-            x, w = ctx.saved_tensors
-            turned = lib.m.real((grad_real + 1j * grad_imag) * lib.m.conj(lib.array(Z)))
-            return turned * w, turned * x
+    rotate = function_in(lib, forward, backward)
 
     x, w, g, h = np.array([0.5, -1.5, 2.0]), np.array([1.0, 2.0, 3.0]), cotangent((3,)), cotangent((3,), 1)
     turned = g * Z.real + h * Z.imag
-    assert_gradients(lib, Rotate.apply, [x, w], turned * w, turned * x)
-    assert_gradients(lib, Rotate.apply, [x, w], turned * h, turned * g, order=2)
+    assert_gradients(lib, rotate, [x, w], turned * w, turned * x)
+    assert_gradients(lib, rotate, [x, w], turned * h, turned * g, order=2)

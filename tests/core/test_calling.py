@@ -15,7 +15,7 @@ import pytest
 import jaxfn
 from jaxfn import _compat
 from tests.support.cases import MulConstant, Square
-from tests.support.either_library import G, X, assert_gradients, in_each_library
+from tests.support.either_library import G, X, assert_gradients, function_in, in_each_library
 from tests.support.marks import EXPERIMENTAL, row
 
 
@@ -123,17 +123,13 @@ def test_static_arguments_arrive_as_identical_objects(lib):
     static_args = print, {"a": 1}, [1, 2], "text", object(), slice(1, 2), None, 3, True
     received = []
 
-    class Takes(lib.Function):
-        @staticmethod
-        def forward(ctx, x, *rest):
-            received.append(rest)
-            return x * 1
+    def forward(ctx, x, *rest):
+        received.append(rest)
+        return x * 1
 
-        @staticmethod
-        def backward(ctx, grad_output):
-            return (grad_output, *(None,) * len(static_args))
+    takes = function_in(lib, forward, lambda ctx, grad_output: (grad_output, *(None,) * len(static_args)))
 
-    assert_gradients(lib, lambda x: Takes.apply(x, *static_args), [X], G)
+    assert_gradients(lib, lambda x: takes(x, *static_args), [X], G)
     (static,) = received
     assert static[1:3] == static_args[1:3]  # a list and a dict: looked into by jaxfn
     assert all(a is b for a, b in zip(static[:1] + static[3:], static_args[:1] + static_args[3:], strict=True))
@@ -333,19 +329,18 @@ def test_a_function_without_forward_or_ctx():
 def counting_products(calls, pack, unpack):
     """A Function and its hand-written custom_vjp, of two packed arguments; `calls` gets what user code ran."""
 
-    class Product(jaxfn.Function):
-        @staticmethod
-        def forward(ctx, *packed):
-            calls.append("forward")
-            x, w = unpack(*packed)
-            ctx.save_for_backward(x, w)
-            return x * w
+    @jaxfn.function
+    def product(ctx, *packed):
+        calls.append("forward")
+        x, w = unpack(*packed)
+        ctx.save_for_backward(x, w)
+        return x * w
 
-        @staticmethod
-        def backward(ctx, grad_output):
-            calls.append("backward")
-            x, w = ctx.saved_tensors
-            return pack(grad_output * w, grad_output * x)
+    @product.backward
+    def _(ctx, grad_output):
+        calls.append("backward")
+        x, w = ctx.saved_tensors
+        return pack(grad_output * w, grad_output * x)
 
     def fwd(*packed):
         calls.append("forward")
@@ -359,7 +354,7 @@ def counting_products(calls, pack, unpack):
 
     hand_written = jax.custom_vjp(lambda *packed: fwd(*packed)[0])
     hand_written.defvjp(fwd, bwd)
-    return [lambda x, w, f=f: f(*pack(x, w)) for f in (Product.apply, hand_written)]
+    return [lambda x, w, f=f: f(*pack(x, w)) for f in (product, hand_written)]
 
 
 PACKINGS = {

@@ -14,7 +14,8 @@ import numpy as np
 import pytest
 
 import jaxfn
-from tests.support.contexts import CONTEXTS
+from tests.support.cases import function_of, hand_written_of
+from tests.support.contexts import CONTEXTS, program
 from tests.support.marks import CACHES_TRACES, TRACES_ALWAYS, cells, row
 
 EVERY_CONTEXT = pytest.mark.parametrize("context", CONTEXTS)
@@ -24,38 +25,28 @@ X = jnp.array([0.3, -1.2, 0.7], jnp.float32)
 # Gradients of keyword arguments
 
 
-class Weighted(jaxfn.Function):
-    """x * scale + shift, with the gradients of the keywords by position, three times too large."""
+IN_ORDER = "in the order of the signature"
 
-    @staticmethod
+
+def weighted(gradients):
+    """x * scale + shift, whose gradients are three times too large, and returned in this way."""
+
     def forward(ctx, x, **parameters):
         ctx.save_for_backward(x, parameters["scale"])
         return x * parameters["scale"] + parameters["shift"]
 
-    @staticmethod
+    def named(ctx, x, *, shift, scale):
+        """The keywords have their own order, which is not alphabetical and not that of the call."""
+        return forward(ctx, x, scale=scale, shift=shift)
+
     def backward(ctx, g):
         x, scale = ctx.saved_tensors
-        return 3 * g * scale, 3 * jnp.sum(g * x), 3 * jnp.sum(g)
+        of_x, of_scale, of_shift = 3 * g * scale, 3 * jnp.sum(g * x), 3 * jnp.sum(g)
+        if gradients == "by name":
+            return {"x": of_x, "scale": of_scale, "shift": of_shift}
+        return (of_x, of_shift, of_scale) if gradients == IN_ORDER else (of_x, of_scale, of_shift)
 
-
-class WeightedByName(Weighted):
-    @staticmethod
-    def backward(ctx, g):
-        return dict(zip(("x", "scale", "shift"), Weighted.backward(ctx, g), strict=True))
-
-
-class WeightedNamed(Weighted):
-    """The keywords have their own order, which is not alphabetical and not that of the call."""
-
-    @staticmethod
-    def forward(ctx, x, *, shift, scale):
-        ctx.save_for_backward(x, scale)
-        return x * scale + shift
-
-    @staticmethod
-    def backward(ctx, g):
-        of_x, of_scale, of_shift = Weighted.backward(ctx, g)
-        return of_x, of_shift, of_scale
+    return jaxfn.function(named if gradients == IN_ORDER else forward, backward, name="Weighted")
 
 
 ARGS = X, jnp.float32(2.0), jnp.float32(0.4)
@@ -72,8 +63,8 @@ APPLIED = cells(
 )  # fmt: skip
 
 
-def weighted_gradients(function, context, transformation):
-    apply = AROUND_APPLY[transformation](function.apply)
+def gradients_of_weighted(gradients, context, transformation):
+    apply = AROUND_APPLY[transformation](weighted(gradients).apply)
 
     def loss(x, scale, shift):
         return jnp.sum(jnp.sin(apply(x, scale=scale, shift=shift)))
@@ -85,16 +76,16 @@ def weighted_gradients(function, context, transformation):
 @APPLIED
 def test_gradients_of_two_unnamed_keywords_by_position_raise(context, transformation):
     with pytest.raises(RuntimeError, match=r"Weighted\.backward.*dict"):
-        weighted_gradients(Weighted, context, transformation)
+        gradients_of_weighted("by position", context, transformation)
 
 
 @row("C2", "C5")
 @APPLIED
-@pytest.mark.parametrize("function", [WeightedByName, WeightedNamed])
-def test_gradients_of_keywords_by_name_or_in_the_order_of_the_signature(context, transformation, function):
+@pytest.mark.parametrize("gradients", ["by name", IN_ORDER])
+def test_gradients_of_keywords(context, transformation, gradients):
     x, scale, shift = ARGS
     slope = 3 * jnp.cos(x * scale + shift)
-    got = weighted_gradients(function, context, transformation)
+    got = gradients_of_weighted(gradients, context, transformation)
     for ours, expected in zip(got, (slope * scale, jnp.sum(slope * x), jnp.sum(slope)), strict=True):
         np.testing.assert_allclose(ours, expected, rtol=1e-5)
 
@@ -165,18 +156,17 @@ def test_a_python_number_where_nothing_is_differentiated(number):
     assert slope != 0
 
 
-class NumbersOfOtherThings(jaxfn.Function):
+@jaxfn.function
+def numbers_of_other_things(ctx, x, factor, options):
     """Shapes, static arguments, constants and text are outputs, too."""
+    ctx.factor = factor
+    return factor * x, x.size, 2.5 * factor, 0.125, "text", options["rate"] / 2, None, x.ndim > 0, factor * 1j
 
-    @staticmethod
-    def forward(ctx, x, factor, options):
-        ctx.factor = factor
-        return factor * x, x.size, 2.5 * factor, 0.125, "text", options["rate"] / 2, None, x.ndim > 0, factor * 1j
 
-    @staticmethod
-    def backward(ctx, g, *others):
-        assert others == (None,) * 8
-        return 10 * g * ctx.factor, None, None
+@numbers_of_other_things.backward
+def _(ctx, g, *others):
+    assert others == (None,) * 8
+    return 10 * g * ctx.factor, None, None
 
 
 @row("B3")
@@ -185,7 +175,7 @@ def test_other_python_numbers_stay_outputs(context):
     seen = []
 
     def loss(x):
-        outputs = NumbersOfOtherThings.apply(x, 3.0, {"rate": 0.5})
+        outputs = numbers_of_other_things(x, 3.0, {"rate": 0.5})
         seen.append(outputs[1:])
         return jnp.sum(outputs[0])
 
@@ -388,21 +378,20 @@ def gradient_of(function):
 
 # The attributes of a Function, what is done with it, and the error.
 MISSPELLED = {
-    "backwards": ({"forward": same, "backwards": same}, gradient_of, "did you mean `?backward`?"),
-    "back_ward": ({"forward": same, "back_ward": same}, gradient_of, "did you mean `?backward`?"),
-    "bacward": ({"forward": same, "bacward": same}, gradient_of, "did you mean `?backward`?"),
-    "Backward": ({"forward": same, "Backward": same}, gradient_of, "did you mean `?backward`?"),
-    "backword": ({"forward": same, "backword": same}, gradient_of, "did you mean `?backward`?"),
+    **{
+        name: ({"forward": same, name: same}, gradient_of, "backward")
+        for name in ("backwards", "back_ward", "bacward", "Backward", "backword")
+    },
     "jpv": (
         {"forward": same, "backward": same, "jpv": same},
         lambda function: jax.jvp(function.apply, (X,), (X,)),
-        "did you mean `?jvp`?",
+        "jvp",
     ),
-    "forwards": ({"forwards": same}, lambda function: function.apply(X), "did you mean `?forward`?"),
+    "forwards": ({"forwards": same}, lambda function: function.apply(X), "forward"),
     "setup_ctx": (
         {"forward": lambda x, w: x * w, "setup_ctx": same},
         lambda function: function.apply(X, X),
-        "did you mean `?setup_context`?",
+        "setup_context",
     ),
 }
 
@@ -411,10 +400,10 @@ MISSPELLED = {
 @pytest.mark.parametrize("name", MISSPELLED)
 @pytest.mark.parametrize("wrap", [lambda f: f, jax.jit], ids=["eager", "jit"])
 def test_the_error_of_a_missing_method_names_a_similar_attribute(name, wrap):
-    methods, use, suggestion = MISSPELLED[name]
+    methods, use, meant = MISSPELLED[name]
     misspelled = type("Misspelled", (jaxfn.Function,), {n: staticmethod(m) for n, m in methods.items()})
     applied = type("Applied", (), {"apply": staticmethod(wrap(misspelled.apply))})
-    message = rf"Misspelled[\s\S]*{name}[\s\S]*{suggestion}"
+    message = rf"Misspelled[\s\S]*{name}[\s\S]*did you mean `?{meant}`?"
     if name == "jpv" and wrap is jax.jit:  # it is staged before it is differentiated
         message = "forward-mode autodiff"
     with pytest.raises((NotImplementedError, TypeError), match=message):
@@ -560,46 +549,41 @@ def test_errors_of_jax_name_the_function_and_its_file(differentiated, context):
         jax.jit(Branching.apply)(X, 0.5)
 
 
-class OnlyReverse(jaxfn.Function):
-    @staticmethod
-    def forward(ctx, x):
-        ctx.save_for_backward(x)
-        return jnp.sin(x)
-
-    @staticmethod
-    def backward(ctx, g):
-        return g * jnp.cos(ctx.saved_tensors[0])
-
-
 def _while(f):
     return lambda x: jax.lax.while_loop(lambda c: c[0] < 2, lambda c: (c[0] + 1, f(c[1])), (0, x))[1]
 
 
-def _jvp_in(around):
-    return lambda f, x: jax.jvp(around(f), (x,), (jnp.ones_like(x),))
-
-
-FORWARD_MODE = {name: _jvp_in(around) for name, around in CONTEXTS.items()} | {
-    "while": _jvp_in(_while),
-    "nested jit": _jvp_in(lambda f: jax.jit(lambda x: jax.jit(f)(x) * 2)),
-    "jit of jvp": lambda f, x: jax.jit(lambda x: jax.jvp(f, (x,), (x,)))(x),
-    "jacfwd": lambda f, x: jax.jacfwd(f)(x),
-    "jacfwd of jit": lambda f, x: jax.jacfwd(jax.jit(f))(x),
-    "linearize": lambda f, x: jax.linearize(f, x)[1](x),
-    "linearize of jit": lambda f, x: jax.linearize(jax.jit(f), x)[1](x),
-    "jvp of grad of square": lambda f, x: jax.jvp(jax.grad(lambda x: (f(x) ** 2).sum()), (x,), (x,)),
-    "jvp of jit of grad of square": lambda f, x: jax.jvp(jax.jit(jax.grad(lambda x: (f(x) ** 2).sum())), (x,), (x,)),
-    "hessian of square": lambda f, x: jax.hessian(lambda x: (f(x) ** 2).sum())(x),
+FORWARD_MODE = {
+    "jacfwd": jax.jacfwd,
+    "linearize": lambda f: lambda x: jax.linearize(f, x)[1](x),
+    "hessian": lambda f: jax.hessian(lambda x: f(x).sum()),
+    "while": _while,
+    "square": lambda f: lambda x: f(x) ** 2,
 }
 
 
 @row("D6", "L1")
-@pytest.mark.parametrize("where", FORWARD_MODE)
-def test_forward_mode_raises_and_names_the_function_where_jax_raises_at_the_call(where):
+@pytest.mark.parametrize(
+    "name",
+    [
+        *(
+            f"jvp of {context}"
+            for context in (*CONTEXTS, "while", "jit of jit", "grad of square", "jit of grad of square")
+        ),
+        "jit of jvp",
+        "jacfwd",
+        "jacfwd of jit",
+        "linearize",
+        "linearize of jit",
+        "hessian of square",
+    ],
+)
+def test_forward_mode_raises_and_names_the_function_where_jax_raises_at_the_call(name):
     """JAX's own error is about custom_vjp where JAX has staged the call."""
+    only_reverse = function_of("backward", jnp.sin, None, lambda saved, g: g * jnp.cos(saved[0]), name="OnlyReverse")
     with pytest.raises(TypeError, match=r"forward-mode autodiff \(jvp\) to a custom_vjp function") as caught:
-        FORWARD_MODE[where](OnlyReverse.apply, X)
-    if where in ("eager", "vmap", "jacfwd", "jvp of grad of square", "hessian of square"):
+        program(name, **FORWARD_MODE)(only_reverse)(X)
+    if name in ("jvp of eager", "jvp of vmap", "jacfwd", "jvp of grad of square", "hessian of square"):
         assert str(caught.value).count("OnlyReverse has backward alone, and so no forward mode") == 1
         assert "Define jvp(ctx, *tangents)" in str(caught.value) and "generate_jvp_rule = True" in str(caught.value)
 
@@ -612,45 +596,34 @@ class Token:
     """Something that a Function closes over, whose lifetime can be watched."""
 
 
-def function_of(token):
-    def forward(ctx, x):
-        ctx.save_for_backward(x)
-        assert isinstance(token, Token)
-        return jnp.sin(x)
+def sine_of(make):
+    """The sine that `make` makes of its value and its pullback, which close over a token."""
 
-    def backward(ctx, g):
-        assert isinstance(token, Token)
-        return g * jnp.cos(ctx.saved_tensors[0])
+    def of(token):
+        def value(x):
+            assert isinstance(token, Token)
+            return jnp.sin(x)
 
-    return jaxfn.autograd_function(forward, backward)
+        def pull(saved, g):
+            assert isinstance(token, Token)
+            return g * jnp.cos(saved[0])
 
+        return make(value, pull)
 
-def custom_vjp_of(token):
-    @jax.custom_vjp
-    def f(x):
-        assert isinstance(token, Token)
-        return jnp.sin(x)
-
-    def bwd(x, g):
-        assert isinstance(token, Token)
-        return (g * jnp.cos(x),)
-
-    f.defvjp(lambda x: (f(x), x), bwd)
-    return f
+    return of
 
 
-USES = {
-    "eager": lambda f: f(X),
-    "grad": lambda f: jax.grad(lambda x: f(x).sum())(X),
-    "jit": lambda f: jax.jit(lambda x: f(x))(X),
-    "jit grad": lambda f: jax.jit(jax.grad(lambda x: f(x).sum()))(X),
-    "grad jit": lambda f: jax.grad(jax.jit(lambda x: f(x).sum()))(X),
-    "grad checkpoint": lambda f: jax.grad(jax.checkpoint(lambda x: f(x).sum()))(X),
-    "grad scan": lambda f: jax.grad(lambda x: jax.lax.scan(lambda c, _: (f(c), None), x, None, length=2)[0].sum())(X),
-    "jit vmap grad": lambda f: jax.jit(jax.vmap(jax.grad(f)))(X),
-    "jit grad grad": lambda f: jax.jit(jax.grad(lambda x: jax.grad(lambda x: f(x).sum())(x).sum()))(X),
-    "grad jit grad": lambda f: jax.grad(lambda x: jax.jit(jax.grad(lambda x: f(x).sum()))(x).sum())(X),
-}
+USES = [
+    "eager",
+    "grad",
+    "jit",
+    "jit of grad",
+    "grad of jit",
+    "grad of checkpoint",
+    "jit of vmap of grad",
+    "jit of grad of grad",
+    "grad of jit of grad",
+]
 
 
 def alive_after(uses, make):
@@ -662,12 +635,12 @@ def alive_after(uses, make):
     watched: dict[str, list[Any]] = {use: [] for use in uses}
     for use, references in watched.items():
 
-        def program(x, references=references):
+        def function(x, references=references):
             token = Token()
             references.append(weakref.ref(token))
             return make(token)(x)
 
-        USES[use](program)
+        program(use)(function)(X)
     gc.collect()
     alive = {use: sum(ref() is not None for ref in references) for use, references in watched.items()}
     jax.clear_caches()
@@ -678,14 +651,14 @@ def alive_after(uses, make):
 @row("B13")
 @pytest.mark.parametrize(
     "uses",
-    [[use for use in USES if use != "grad scan"], pytest.param(["grad scan"], marks=CACHES_TRACES)],
-    ids=["all others", "grad scan"],
+    [USES, pytest.param(["grad of scan"], marks=CACHES_TRACES)],
+    ids=["all others", "grad of scan"],
 )
 @pytest.mark.usefixtures("few_objects")
 @CACHES_TRACES
 def test_a_function_defined_inside_a_traced_function_is_freed_with_it(uses):
     """Freed as early as what a hand-written custom_vjp closes over, and at the latest when JAX's caches are cleared."""
-    ours, ours_cleared = alive_after(uses, function_of)
-    hand_written, hand_written_cleared = alive_after(uses, custom_vjp_of)
+    ours, ours_cleared = alive_after(uses, sine_of(lambda value, pull: function_of("backward", value, None, pull)))
+    hand_written, hand_written_cleared = alive_after(uses, sine_of(hand_written_of))
     assert hand_written_cleared == ours_cleared == 0
     assert all(ours[use] <= hand_written[use] for use in uses), (ours, hand_written)

@@ -15,11 +15,8 @@ from tests.support.cases import Holder, stop_gradient
 from tests.support.contexts import (
     CONTEXTS,
     assert_right_or_escaped,
-    checkpoint,
-    gradient,
-    jit,
+    program,
     raises_escaped_tracer,
-    vmap,
 )
 from tests.support.marks import cells, row
 
@@ -44,26 +41,24 @@ def plain(w, x):
     return w * jnp.sin(x)
 
 
-PROGRAMS = {**CONTEXTS, "jit in jit": lambda f: jit(jit(f)), "vmap of jit": lambda f: vmap(jit(f))}
-
-
-def within(program, f, where):
+def within(name, f, where):
     """Wraps a function of (w, x) in transformations; its w is computed inside them, or outside."""
+    around = program(name)
     if where == "around it":
-        return lambda w, x: PROGRAMS[program](lambda x: f(w, x))(x)
+        return lambda w, x: around(lambda x: f(w, x))(x)
     if where == "in it":
-        return lambda w, x: PROGRAMS[program](lambda x, w: f(2 * w, x))(x, w / 2)
-    return lambda w, x: PROGRAMS[program](lambda x: f(1.3 + 0 * jax.random.uniform(jax.random.key(0)), x))(x)
+        return lambda w, x: around(lambda x, w: f(2 * w, x))(x, w / 2)
+    return lambda w, x: around(lambda x: f(1.3 + 0 * jax.random.uniform(jax.random.key(0)), x))(x)
 
 
 @row("A9", "D3")
 @cells(
-    "program,where,mode,save",
+    "name,where,mode,save",
     [
         ("eager", "in it", "both", "intermediate"),
         ("jit", "around it", "reverse", "intermediate"),
         ("jit", "drawn in it", "reverse", "intermediate"),
-        ("jit in jit", "in it", "reverse", "intermediate"),
+        ("jit of jit", "in it", "reverse", "intermediate"),
         ("checkpoint", "in it", "both", "intermediate"),
         ("checkpoint", "around it", "reverse", "input"),
         ("scan", "in it", "reverse", "intermediate"),
@@ -75,10 +70,10 @@ def within(program, f, where):
         ("vmap of jit", "in it", "reverse", "intermediate"),
     ],
 )
-def test_a_value_that_is_not_differentiated(program, where, mode, save):
+def test_a_value_that_is_not_differentiated(name, where, mode, save):
     """JAX raises in some of these for a hand-written rule, as the tracer in the closure belongs to another trace."""
     for derivative in (lambda f: jax.grad(f, 1), lambda f: jax.grad(jax.grad(f, 1), 1)):
-        ours = derivative(within(program, lambda w, x: scaled(w, mode, save)(x), where))
+        ours = derivative(within(name, lambda w, x: scaled(w, mode, save)(x), where))
         expected = derivative(plain)(1.3, 0.7)
         np.testing.assert_allclose(ours(1.3, 0.7), expected, rtol=1e-5)
         np.testing.assert_allclose(jax.jit(ours)(1.3, 0.7), expected, rtol=1e-5)
@@ -86,7 +81,7 @@ def test_a_value_that_is_not_differentiated(program, where, mode, save):
 
 @row("A9")
 @cells(
-    "program,outer,mode",
+    "name,outer,mode",
     [
         ("eager", "jit", "both"),
         ("jit", "vmap", "reverse"),
@@ -96,16 +91,16 @@ def test_a_value_that_is_not_differentiated(program, where, mode, save):
         ("cond", "scan", "reverse"),
     ],
 )
-def test_a_traced_value_in_an_object(program, outer, mode):
+def test_a_traced_value_in_an_object(name, outer, mode):
     def slope(w, x):
-        return jax.grad(PROGRAMS[program](lambda x: scaled(w, mode, is_far=True)(x)))(x)
+        return jax.grad(program(name)(lambda x: scaled(w, mode, is_far=True)(x)))(x)
 
     assert_right_or_escaped(lambda: CONTEXTS[outer](slope)(1.5, 0.7), 1.5 * jnp.cos(0.7))
 
 
 @row("A9")
 @cells(
-    "program,argnums,mode,is_far",
+    "name,argnums,mode,is_far",
     [
         ("eager", 0, "reverse", False),
         ("eager", (0, 1), "both", True),
@@ -121,9 +116,9 @@ def test_a_traced_value_in_an_object(program, outer, mode):
     ["reverse", "both"],
     [False, True],
 )
-def test_a_value_that_is_differentiated_raises(program, argnums, mode, is_far):
+def test_a_value_that_is_differentiated_raises(name, argnums, mode, is_far):
     for where in ("in it", "around it"):
-        loss = within(program, lambda w, x: scaled(w, mode, is_far=is_far)(x), where)
+        loss = within(name, lambda w, x: scaled(w, mode, is_far=is_far)(x), where)
         known = pytest.raises(NotImplementedError, match="forward closes over a value .*argument")
         for wrap in (lambda f: f, jax.jit):
             with raises_escaped_tracer("forward") if is_far else known:
@@ -187,19 +182,12 @@ def in_shard_map(f):
     return jax.shard_map(f, mesh=jax.make_mesh((1,), ("d",)), in_specs=jax.P(), out_specs=jax.P())
 
 
-PROGRAMS_OF_RULES = {**PROGRAMS, "jit of checkpoint": lambda f: jit(checkpoint(f)), "shard_map": in_shard_map}
-DERIVATIVES = {
-    "grad": gradient,
-    "grad of grad": lambda f: gradient(gradient(f)),
-    "jvp": lambda f: lambda x: jax.jvp(f, (x,), (jnp.ones_like(x),))[1],
-    "jvp of grad": lambda f: lambda x: jax.jvp(gradient(f), (x,), (jnp.ones_like(x),))[1],
-}
-AROUND = {**CONTEXTS, "grad by the scale": jax.grad, "vmap of grad by the scale": lambda f: vmap(jax.grad(f))}
+STEPS = {"shard_map": in_shard_map, "grad by the scale": jax.grad}
 
 
 @row("A9")
 @cells(
-    "form,derivative,program,around",
+    "form,derivative,name,around",
     [
         ("reverse", "grad", "eager", "vmap of grad by the scale"),
         ("reverse", "grad", "scan", "checkpoint"),
@@ -222,14 +210,14 @@ AROUND = {**CONTEXTS, "grad by the scale": jax.grad, "vmap of grad by the scale"
         ("jvp", "jvp of grad", "shard_map", "vmap of grad by the scale"),
     ],
 )
-def test_rules_that_close_over_a_value_of_the_program_around(form, derivative, program, around):
+def test_rules_that_close_over_a_value_of_the_program_around(form, derivative, name, around):
     """JAX raises "No constant handler" for a hand-written rule in jit, scan and cond, and in others at second order."""
 
     def total(sine):
         def derived(w, x):
-            return jnp.sum(DERIVATIVES[derivative](PROGRAMS_OF_RULES[program](lambda x: sine(w, x)))(x))
+            return jnp.sum(program(f"{derivative} of {name}", **STEPS)(lambda x: sine(w, x))(x))
 
-        return AROUND[around](derived)
+        return program(around, **STEPS)(derived)
 
     args = jnp.float32(1.3), jnp.arange(1.0, 4) / 3
     got = total(lambda w, x: sine_closing_over_its_scale(w, form)(x))(*args)
@@ -239,10 +227,10 @@ def test_rules_that_close_over_a_value_of_the_program_around(form, derivative, p
 
 @row("A9")
 @cells(
-    "program,form,derivative",
+    "name,form,derivative",
     [
         ("jit", "reverse", "grad"),
-        ("jit in jit", "reverse", "grad of grad"),
+        ("jit of jit", "reverse", "grad of grad"),
         ("checkpoint", "jvp", "jvp"),
         ("scan", "reverse", "grad of grad"),
         ("cond", "reverse", "grad"),
@@ -250,26 +238,26 @@ def test_rules_that_close_over_a_value_of_the_program_around(form, derivative, p
         ("vmap of jit", "reverse", "grad of grad"),
     ],
 )
-def test_rules_that_close_over_a_value_of_the_program_that_has_ended(program, form, derivative):
+def test_rules_that_close_over_a_value_of_the_program_that_has_ended(name, form, derivative):
     """They run when JAX differentiates, and the value is saved with the residuals."""
 
     def derived(sine):
-        f = PROGRAMS[program](lambda x: sine(1.3 + 0 * jnp.sum(stop_gradient(x)), x))
-        return DERIVATIVES[derivative](f)(jnp.arange(1.0, 4) / 3)
+        f = program(f"{derivative} of {name}")(lambda x: sine(1.3 + 0 * jnp.sum(stop_gradient(x)), x))
+        return f(jnp.arange(1.0, 4) / 3)
 
     got = derived(lambda w, x: sine_closing_over_its_scale(w, form)(x))
     np.testing.assert_allclose(got, derived(lambda w, x: sine_with_scaled_slope(x, w)), rtol=1e-5)
 
 
 @row("A9", "D3")
-@pytest.mark.parametrize("program", ["eager", "jit", "scan", "checkpoint", "vmap of jit"])
-def test_a_mapped_value_that_rules_close_over_alone(program):
+@pytest.mark.parametrize("name", ["eager", "jit", "scan", "checkpoint", "vmap of jit"])
+def test_a_mapped_value_that_rules_close_over_alone(name):
     """It counts as an input, so that backward gets a gradient for each element."""
     weights = jnp.array([1.0, 3.0])[:, None]
 
     def loss(sine):
         def mapped(w, x):
-            return jax.vmap(lambda w: PROGRAMS[program](lambda x: sine(w, x))(x))(jnp.stack([w, 2 * w]))
+            return jax.vmap(lambda w: program(name)(lambda x: sine(w, x))(x))(jnp.stack([w, 2 * w]))
 
         return jax.grad(lambda x: (mapped(jnp.float32(1.3), x) * weights).sum())
 
@@ -326,8 +314,8 @@ class Found(jaxfn.Function):
 
 @row("A9")
 @pytest.mark.parametrize("outer", ["eager", "jit"])
-@pytest.mark.parametrize("program", ["eager", "vmap", "jit", "scan"])
-def test_a_differentiated_global_raises_next_to_an_intermediate(program, outer):
+@pytest.mark.parametrize("name", ["eager", "vmap", "jit", "scan"])
+def test_a_differentiated_global_raises_next_to_an_intermediate(name, outer):
     """At both orders, or is right. The derivative by x alone is right where JAX stages no inner program."""
 
     def total(f):
@@ -335,7 +323,7 @@ def test_a_differentiated_global_raises_next_to_an_intermediate(program, outer):
             value, slope = jax.value_and_grad(lambda x: f(w, x))(x)
             return 2 * value + slope
 
-        return CONTEXTS[program](both)
+        return program(name)(both)
 
     def found(w, x):
         Found.weight = w
@@ -344,7 +332,7 @@ def test_a_differentiated_global_raises_next_to_an_intermediate(program, outer):
     for argnums in (0, 1, (0, 1)):
         slope = CONTEXTS[outer](jax.grad(total(found), argnums))
         expected = jax.grad(total(plain), argnums)(0.7, 1.3)
-        if argnums == 0 and program in ("eager", "vmap"):
+        if argnums == 0 and name in ("eager", "vmap"):
             np.testing.assert_allclose(slope(0.7, 1.3), expected, rtol=1e-5)
         else:
             assert_right_or_escaped(lambda slope=slope: slope(0.7, 1.3), expected, "Found")
@@ -373,20 +361,14 @@ def test_a_rule_that_closes_over_a_value_of_an_outer_derivative_is_right():
     """`jax.grad` outside, `jax.jvp` inside: the tangents' rule uses what belongs to the outer one."""
 
     def scaled_by(c):
-        class Scaled(jaxfn.Function):
-            @staticmethod
-            def forward(ctx, x):
-                return x * jnp.sin(c)
+        @jaxfn.function
+        def scaled(ctx, x):
+            return x * jnp.sin(c)
 
-            @staticmethod
-            def backward(ctx, g):
-                return g * jnp.sin(c)
+        scaled.backward(lambda ctx, g: g * jnp.sin(c))
+        scaled.jvp(lambda ctx, t: t * jnp.sin(c))
 
-            @staticmethod
-            def jvp(ctx, t):
-                return t * jnp.sin(c)
-
-        return Scaled.apply
+        return scaled
 
     def tangent(c):
         return jax.jvp(scaled_by(c), (c,), (jnp.cos(c),))[1]
@@ -400,7 +382,7 @@ CAPTURES = {"cell": True, "default": True, "object": False, "static argument": F
 
 @row("A5", "A9", "D3")
 @cells(
-    "program,captured_in,moves",
+    "name,captured_in,moves",
     [
         ("eager", "cell", True),
         ("jit", "cell", False),
@@ -413,7 +395,7 @@ CAPTURES = {"cell": True, "default": True, "object": False, "static argument": F
     CAPTURES,
     [False, True],
 )
-def test_closed_over_values_next_to_a_saved_intermediate(program, captured_in, moves):
+def test_closed_over_values_next_to_a_saved_intermediate(name, captured_in, moves):
     """Captured values that the outputs depend on have their derivative in backward, if forward can run again."""
 
     def ours(c):
@@ -443,7 +425,7 @@ def test_closed_over_values_next_to_a_saved_intermediate(program, captured_in, m
             value, gradient = jax.value_and_grad(f(c))(jnp.sin(c) if moves else x)
             return 2 * value + gradient if with_value else gradient
 
-        return jax.grad(CONTEXTS[program](total), (0, 1))
+        return jax.grad(program(name)(total), (0, 1))
 
     expected = loss(lambda c: lambda x: jnp.sin(x * c) * c)(1.3, 0.7)
     if CAPTURES[captured_in]:

@@ -142,16 +142,13 @@ def _named(saves):
         inner = {"input": jnp.tanh, "intermediate": lambda v: v, "output": jnp.log}[saves](residual)
         return g * jnp.exp(inner) * (1 - inner * inner)
 
-    class Named(jaxfn.Function):
-        @staticmethod
-        def forward(ctx, x):
-            inner, outer = compute(x)
-            ctx.save_for_backward(residual_of(x, inner, outer))
-            return outer
+    @jaxfn.function
+    def named(ctx, x):
+        inner, outer = compute(x)
+        ctx.save_for_backward(residual_of(x, inner, outer))
+        return outer
 
-        @staticmethod
-        def backward(ctx, grad_output):
-            return derivative(ctx.saved_tensors[0], grad_output)
+    named.backward(lambda ctx, grad_output: derivative(ctx.saved_tensors[0], grad_output))
 
     hand_written = jax.custom_vjp(lambda x: compute(x)[1])
 
@@ -160,7 +157,7 @@ def _named(saves):
         return outer, residual_of(x, inner, outer)
 
     hand_written.defvjp(fwd, lambda residual, g: (derivative(residual, g),))
-    return Named.apply, hand_written
+    return named, hand_written
 
 
 @row("E1b")

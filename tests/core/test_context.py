@@ -19,6 +19,7 @@ from tests.support.either_library import (
     assert_gradients,
     cotangent,
     described,
+    function_in,
     in_each_library,
     in_every_context,
 )
@@ -83,19 +84,15 @@ def test_setup_context_gets_keyword_only_parameters_after_the_others():
 def test_a_tuple_is_several_outputs_and_others_than_arrays_come_back_unchanged(lib, make):
     seen = []
 
-    class Mixed(lib.Function):
-        @staticmethod
-        def forward(ctx, x):
-            return make(x * 2)
+    def backward(ctx, first, *others):
+        seen.append(others)
+        return 2 * first
 
-        @staticmethod
-        def backward(ctx, first, *others):
-            seen.append(others)
-            return 2 * first
+    mixed = function_in(lib, lambda ctx, x: make(x * 2), backward)
 
-    outputs = Mixed.apply(lib.array(X))
+    outputs = mixed(lib.array(X))
     assert type(outputs) is tuple and outputs[1:] == make(X)[1:]
-    assert_gradients(lib, Mixed.apply, [X], 2 * G)
+    assert_gradients(lib, mixed, [X], 2 * G)
     assert seen == [(None,) * (len(outputs) - 1)]
 
 
@@ -139,36 +136,35 @@ def test_static_outputs_that_each_run_creates_again(make, wrap):
 @row("B4")
 @in_each_library
 def test_none_is_saved_as_none_and_a_second_save_replaces_the_first(lib):
-    class Saves(lib.Function):
-        @staticmethod
-        def forward(ctx, x):
-            result = x * x
-            ctx.save_for_backward(result, result)
-            ctx.save_for_backward(None, x, None)
-            return result
+    def forward(ctx, x):
+        result = x * x
+        ctx.save_for_backward(result, result)
+        ctx.save_for_backward(None, x, None)
+        return result
 
-        @staticmethod
-        def backward(ctx, grad_output):
-            first, x, last = ctx.saved_tensors
-            assert type(ctx.saved_tensors) is tuple and first is None and last is None
-            return 2 * x * grad_output
+    def backward(ctx, grad_output):
+        first, x, last = ctx.saved_tensors
+        assert type(ctx.saved_tensors) is tuple and first is None and last is None
+        return 2 * x * grad_output
 
-    assert_gradients(lib, Saves.apply, [X], 2 * X * G)
+    saves = function_in(lib, forward, backward)
+
+    assert_gradients(lib, saves, [X], 2 * X * G)
 
 
 @row("B4")
 @in_each_library
 @pytest.mark.parametrize("value", [3, 1.5, "text", [1.0], {"a": 1}, (1,)], ids=str)
 def test_saving_what_is_not_an_array_raises(lib, value):
-    class Saves(lib.Function):
-        @staticmethod
-        def forward(ctx, x):
-            ctx.save_for_backward(x, value)
-            return x
+    def forward(ctx, x):
+        ctx.save_for_backward(x, value)
+        return x
+
+    saves = function_in(lib, forward)
 
     message = rf"save_for_backward can only save .* argument 1 is of type {type(value).__name__}"
     with pytest.raises(TypeError, match=message):
-        lib.outputs(Saves.apply, [X])
+        lib.outputs(saves, [X])
 
 
 @row("B4")
@@ -186,22 +182,21 @@ def test_a_python_number_may_be_saved_where_it_would_be_an_array_if_it_were_diff
 @row("B4", "B8")
 @in_each_library
 def test_a_saved_output_that_was_marked_has_no_derivative(lib):
-    class Marked(lib.Function):
-        @staticmethod
-        def forward(ctx, x):
-            square, triple = x * x, x * 3
-            ctx.mark_non_differentiable(triple)
-            ctx.save_for_backward(triple, square)
-            return square, triple
+    def forward(ctx, x):
+        square, triple = x * x, x * 3
+        ctx.mark_non_differentiable(triple)
+        ctx.save_for_backward(triple, square)
+        return square, triple
 
-        @staticmethod
-        def backward(ctx, grad_output, of_triple):
-            triple, square = ctx.saved_tensors
-            return grad_output * triple * square + 80 * of_triple
+    def backward(ctx, grad_output, of_triple):
+        triple, square = ctx.saved_tensors
+        return grad_output * triple * square + 80 * of_triple
+
+    marked = function_in(lib, forward, backward)
 
     # The rule of the square is 3x³; in its derivative 3x is a constant, and the square follows the rule.
-    assert_gradients(lib, Marked.apply, [X], 3 * X**3 * G)
-    assert_gradients(lib, Marked.apply, [X], G * G * 9 * X**4, order=2)
+    assert_gradients(lib, marked, [X], 3 * X**3 * G)
+    assert_gradients(lib, marked, [X], G * G * 9 * X**4, order=2)
 
 
 @row("B4", "B8")
@@ -255,20 +250,17 @@ def test_named_saves_preserve_order_and_python_values():
 def test_attributes_of_any_kind(lib):
     seen = []
 
-    class NamedSaves(lib.Function):
-        @staticmethod
-        def forward(ctx, x):
-            ctx.settings = {"scale": 2.0, "names": ["a", "b"]}
-            ctx.function = lib.m.sin
-            ctx.shape = tuple(x.shape)
-            return x * 2.0
+    def forward(ctx, x):
+        ctx.settings = {"scale": 2.0, "names": ["a", "b"]}
+        ctx.function = lib.m.sin
+        ctx.shape = tuple(x.shape)
+        return x * 2.0
 
-        @staticmethod
-        def backward(ctx, grad_output):
-            seen.append((ctx.settings, ctx.function is lib.m.sin, ctx.shape))
-            return grad_output * ctx.settings["scale"]
+    def backward(ctx, grad_output):
+        seen.append((ctx.settings, ctx.function is lib.m.sin, ctx.shape))
+        return grad_output * ctx.settings["scale"]
 
-    assert_gradients(lib, NamedSaves.apply, [X], 2 * G)
+    assert_gradients(lib, function_in(lib, forward, backward), [X], 2 * G)
     assert seen == [({"scale": 2.0, "names": ["a", "b"]}, True, (3, 2))]
 
 
@@ -484,23 +476,22 @@ def test_gradients_do_not_depend_on_which_were_taken_before(wrap, f):
 def test_marked_outputs_have_no_derivative(lib, marked, materialize):
     seen = []
 
-    class Three(lib.Function):
-        @staticmethod
-        def forward(ctx, x):
-            ctx.set_materialize_grads(materialize)
-            outputs = (x * 2, x * x, x + 1)
-            ctx.mark_non_differentiable(*(outputs[i] for i in marked))
-            ctx.save_for_backward(x)
-            return outputs
+    def forward(ctx, x):
+        ctx.set_materialize_grads(materialize)
+        outputs = (x * 2, x * x, x + 1)
+        ctx.mark_non_differentiable(*(outputs[i] for i in marked))
+        ctx.save_for_backward(x)
+        return outputs
 
-        @staticmethod
-        def backward(ctx, *grads):
-            seen.append(tuple(described(g) for g in grads))
-            (x,) = ctx.saved_tensors
-            return sum(f * g for f, g in zip((2, 2 * x, 7), grads, strict=True) if g is not None)
+    def backward(ctx, *grads):
+        seen.append(tuple(described(g) for g in grads))
+        (x,) = ctx.saved_tensors
+        return sum(f * g for f, g in zip((2, 2 * x, 7), grads, strict=True) if g is not None)
+
+    three = function_in(lib, forward, backward)
 
     terms = 2 * G, 2 * X * cotangent(X.shape, 1), 7 * cotangent(X.shape, 2)
-    assert_gradients(lib, Three.apply, [X], sum(t for i, t in enumerate(terms) if i not in marked))
+    assert_gradients(lib, three, [X], sum(t for i, t in enumerate(terms) if i not in marked))
     array = ("float64", (3, 2))
     assert set(seen) == {tuple(array if materialize or i not in marked else None for i in range(3))}
 
@@ -569,19 +560,18 @@ def test_the_gradient_of_an_unused_output(lib, used, materialize):
     """Zeros of its shape and dtype, or `None`."""
     seen = []
 
-    class Two(lib.Function):
-        @staticmethod
-        def forward(ctx, x):
-            ctx.set_materialize_grads(materialize)
-            return x * 2, lib.as_float32(x[:, None] * 3)
+    def forward(ctx, x):
+        ctx.set_materialize_grads(materialize)
+        return x * 2, lib.as_float32(x[:, None] * 3)
 
-        @staticmethod
-        def backward(ctx, *grads):
-            seen.append(described(grads[1 - used]))
-            return (grads[0] if used == 0 else grads[1].sum(1)) * (2, 3)[used]
+    def backward(ctx, *grads):
+        seen.append(described(grads[1 - used]))
+        return (grads[0] if used == 0 else grads[1].sum(1)) * (2, 3)[used]
+
+    two = function_in(lib, forward, backward)
 
     expected = 2 * G if used == 0 else 3 * cotangent((3, 1, 2))[:, 0].astype(np.float32)
-    assert_gradients(lib, lambda x: Two.apply(x)[used], [X], expected)
+    assert_gradients(lib, lambda x: two(x)[used], [X], expected)
     unused = ("float32", (3, 1, 2)) if used == 0 else ("float64", (3, 2))
     assert set(seen) == {unused if materialize else None}
 
@@ -591,27 +581,19 @@ def test_the_gradient_of_an_unused_output(lib, used, materialize):
 def test_none_that_a_later_function_returns_is_none_here(lib):
     seen = []
 
-    class Drops(lib.Function):
-        @staticmethod
-        def forward(ctx, x, y):
-            return x + y
+    drops = function_in(lib, lambda ctx, x, y: x + y, lambda ctx, grad_output: (grad_output, None))
 
-        @staticmethod
-        def backward(ctx, grad_output):
-            return grad_output, None
+    def two_forward(ctx, x):
+        ctx.set_materialize_grads(False)
+        return x * 2, x * 3
 
-    class Two(lib.Function):
-        @staticmethod
-        def forward(ctx, x):
-            ctx.set_materialize_grads(False)
-            return x * 2, x * 3
+    def two_backward(ctx, *grads):
+        seen.append([described(g) for g in grads])
+        return grads[0] * 2
 
-        @staticmethod
-        def backward(ctx, *grads):
-            seen.append([described(g) for g in grads])
-            return grads[0] * 2
+    two = function_in(lib, two_forward, two_backward)
 
-    assert_gradients(lib, lambda x: Drops.apply(*Two.apply(x)), [X], 2 * G)
+    assert_gradients(lib, lambda x: drops(*two(x)), [X], 2 * G)
     assert seen == [[("float64", (3, 2)), None]]
 
 
@@ -804,22 +786,21 @@ def test_counts():
 def test_each_call_has_a_separate_ctx(lib):
     contexts = []
 
-    class Scale(lib.Function):
-        @staticmethod
-        def forward(ctx, x, factor):
-            assert not hasattr(ctx, "factor") and ctx.saved_tensors == ()
-            contexts.append(ctx)
-            ctx.factor = factor
-            ctx.save_for_backward(x)
-            return x * x * factor
+    def forward(ctx, x, factor):
+        assert not hasattr(ctx, "factor") and ctx.saved_tensors == ()
+        contexts.append(ctx)
+        ctx.factor = factor
+        ctx.save_for_backward(x)
+        return x * x * factor
 
-        @staticmethod
-        def backward(ctx, grad_output):
-            (x,) = ctx.saved_tensors
-            return 2 * x * ctx.factor * grad_output, None
+    def backward(ctx, grad_output):
+        (x,) = ctx.saved_tensors
+        return 2 * x * ctx.factor * grad_output, None
+
+    scale = function_in(lib, forward, backward)
 
     # 3 (2 x²)² + 5 x²
-    nested = lambda x: Scale.apply(Scale.apply(x, 2.0), 3.0) + Scale.apply(x, 5.0)  # noqa: E731
+    nested = lambda x: scale(scale(x, 2.0), 3.0) + scale(x, 5.0)  # noqa: E731
     assert_gradients(lib, nested, [X], (48 * X**3 + 10 * X) * G)
     assert len({id(c) for c in contexts}) == len(contexts) == 3
 

@@ -9,7 +9,8 @@ import pytest
 
 import jaxfn
 from tests.support.cases import function_of, hand_written_of, with_rules
-from tests.support.contexts import CONTEXTS, SECOND_DERIVATIVES, jit
+from tests.support.contexts import CONTEXTS, SECOND_DERIVATIVES, program
+from tests.support.derivatives import check, derivative
 from tests.support.marks import cells, row
 
 X = jnp.array([0.3, -1.2, 0.7], jnp.float32)
@@ -40,7 +41,7 @@ RULES = ["backward", "both", "generated"]
 
 @row("D1", "D9")
 @cells(
-    "program,rules,save",
+    "name,rules,save",
     [
         ("grad of grad", "both", "output"),
         ("jit of grad of grad", "generated", "input"),
@@ -59,12 +60,12 @@ RULES = ["backward", "both", "generated"]
     RULES,
     ["input", "output"],
 )
-def test_the_second_derivative_of_a_rule_that_is_not_linear(program, rules, save):
+def test_the_second_derivative_of_a_rule_that_is_not_linear(name, rules, save):
     """The gradients of an output that is used and saved are added before `backward` squares them."""
-    if program == "grad of grad of checkpoint" and save == "output":
+    if name == "grad of grad of checkpoint" and save == "output":
         return  # JAX adds what backward returns: test_checkpoint.py
     f, x = squares_its_gradient(save, rules), 0.25 * X
-    got = SECOND_DERIVATIVES[program](lambda x: f(x) ** 2)(x)
+    got = program(name)(lambda x: f(x) ** 2)(x)
     np.testing.assert_allclose(got, second_of_squares(x, save), rtol=1e-5)
 
 
@@ -113,7 +114,7 @@ def hand_written_product(save):
 
 @row("D2", "E1")
 @cells(
-    "save,program,rules,argument",
+    "save,context,rules,argument",
     [
         ("inputs", "jit", "backward", "both"),
         ("inputs", "vmap", "both", "w"),
@@ -129,12 +130,12 @@ def hand_written_product(save):
         ("many", "checkpoint", "both", "x"),
     ],
 )
-def test_a_pullback_is_an_argument_of_grad(save, program, rules, argument):
+def test_a_pullback_is_an_argument_of_grad(save, context, rules, argument):
     """All leaves of the pullback are floating, as of a hand-written custom_vjp: a boolean would need `allow_int`."""
     g, w = jnp.cos(X), jnp.sin(X)
     results = []
     for f in (product(save, rules), hand_written_product(save)):
-        around = CONTEXTS[program](f)
+        around = CONTEXTS[context](f)
         call, args = {
             "x": (lambda x, around=around: around(x, w), (X,)),
             "w": (lambda w, around=around: around(X, w), (w,)),
@@ -142,8 +143,8 @@ def test_a_pullback_is_an_argument_of_grad(save, program, rules, argument):
         }[argument]
         _, pull = jax.vjp(call, *args)
         by_pull = jax.grad(lambda pull: sum(jnp.sum(jnp.sin(v)) for v in pull(g)))
-        for derivative in (by_pull, jax.jit(by_pull)):
-            leaves = jax.tree.leaves(derivative(pull))
+        for derived in (by_pull, jax.jit(by_pull)):
+            leaves = jax.tree.leaves(derived(pull))
             # Gradients by residuals that are not used are zero; the others may come in any order.
             results.append(np.sort(np.concatenate([np.ravel(v[v != 0]) for v in leaves])))
     for got in results[:-1]:
@@ -166,7 +167,7 @@ IN_AXES = {"both": (0, 0), "the first": (0, None), "the second": (None, 0), "oth
 
 @row("D4", "D5", "E1c")
 @cells(
-    "in_axes,program,rules",
+    "in_axes,context,rules",
     [
         ("both", "eager", "generated"),
         ("the first", "jit", "generated"),
@@ -179,7 +180,7 @@ IN_AXES = {"both": (0, 0), "the first": (0, None), "the second": (None, 0), "oth
     ["eager", "jit", "checkpoint"],
     ["generated", "both"],
 )
-def test_reverse_mode_of_a_mapped_call_does_without_forward_mode(in_axes, program, rules):
+def test_reverse_mode_of_a_mapped_call_does_without_forward_mode(in_axes, context, rules):
     """A generated rule would raise as not linear, and `jvp` is not run, not even to learn shapes."""
     runs = []
 
@@ -193,21 +194,18 @@ def test_reverse_mode_of_a_mapped_call_does_without_forward_mode(in_axes, progra
     w = rng.normal(size=(4, 5) if axes[1] == 0 else (5,)).astype(np.float32)
 
     def both_orders(f):
-        mapped = jax.vmap(CONTEXTS[program](f), in_axes=axes)
-        first = jax.grad(lambda x, w: jnp.sum(jnp.sin(mapped(x, w))), argnums=(0, 1))
-        second = jax.grad(lambda x, w: sum(jnp.sum(jnp.cos(g)) for g in first(x, w)), argnums=(0, 1))
-        return *first(x, w), *second(x, w)
+        over = jax.vmap(CONTEXTS[context](f), in_axes=axes)
+        return [derivative(name, over)(x, w) for name in ("grad", "grad of grad")]
 
     ours = function_of(rules, jnp.multiply, push, pull_clipped)
     theirs = hand_written_of(jnp.multiply, pull_clipped)
-    for got, expected in zip(both_orders(ours), both_orders(theirs), strict=True):
-        np.testing.assert_allclose(got, expected, rtol=1e-4, atol=1e-5)
+    check(both_orders(ours), both_orders(theirs))
     assert not runs
 
 
 @row("D5")
-@pytest.mark.parametrize("program", CONTEXTS)
-def test_a_generated_forward_mode_that_is_not_linear_names_the_operation_and_its_line(program):
+@pytest.mark.parametrize("context", CONTEXTS)
+def test_a_generated_forward_mode_that_is_not_linear_names_the_operation_and_its_line(context):
     def first_line():
         return NotLinear.backward.__code__.co_firstlineno
 
@@ -225,7 +223,7 @@ def test_a_generated_forward_mode_that_is_not_linear_names_the_operation_and_its
 
     line = first_line() + 3
     with pytest.raises(RuntimeError, match=rf"NotLinear\.backward[\s\S]*test_every_order\.py:{line}") as caught:
-        jax.jvp(CONTEXTS[program](NotLinear.apply), (X,), (X,))
+        jax.jvp(CONTEXTS[context](NotLinear.apply), (X,), (X,))
     assert any(name in str(caught.value) for name in ("sqrt", "div", "mul", "square", "dot_general", "norm"))
 
 
@@ -245,23 +243,22 @@ INTEGERS = {
 def with_integer(integer, saves="needed"):
     """sin(x * w), which reads its flags and returns an integer; pure."""
 
-    class Counts(jaxfn.Function):
-        @staticmethod
-        def forward(ctx, x, w):
-            of_x, of_w = ctx.needs_input_grad
-            c = jnp.cos(x * w)
-            if saves == "needed":
-                ctx.save_for_backward(w * c if of_x else None, x * c if of_w else None)
-            else:
-                ctx.save_for_backward(w * c, x * c)
-            return jnp.sin(x * w), INTEGERS[integer](x)
+    @jaxfn.function
+    def counts(ctx, x, w):
+        of_x, of_w = ctx.needs_input_grad
+        c = jnp.cos(x * w)
+        if saves == "needed":
+            ctx.save_for_backward(w * c if of_x else None, x * c if of_w else None)
+        else:
+            ctx.save_for_backward(w * c, x * c)
+        return jnp.sin(x * w), INTEGERS[integer](x)
 
-        @staticmethod
-        def backward(ctx, g, _):
-            of_x, of_w = ctx.saved_tensors
-            return None if of_x is None else g * of_x, None if of_w is None else jnp.sum(g * of_w)
+    @counts.backward
+    def _(ctx, g, _):
+        of_x, of_w = ctx.saved_tensors
+        return None if of_x is None else g * of_x, None if of_w is None else jnp.sum(g * of_w)
 
-    return lambda x, w: Counts.apply(x, w)[0]
+    return lambda x, w: counts(x, w)[0]
 
 
 def mapped(axes):
@@ -277,42 +274,32 @@ def mapped(axes):
     return outside
 
 
-OUTSIDE = {
-    "eager": lambda f: f,
-    "jit": jax.jit,
-    "vmap": mapped((1, None)),
-    "vmap over both": mapped((1, 0)),
-    "jit of vmap": lambda f: jit(mapped((None, 0))(f)),
-}
+OVER = {"vmap over x": mapped((1, None)), "vmap over both": mapped((1, 0)), "vmap over w": mapped((None, 0))}
 
 
 @row("A8", "D8")
 @cells(
-    "integer,program,outside,first",
+    "integer,context,outside,first",
     [
-        ("sum", "eager", "vmap", "x"),
+        ("sum", "eager", "vmap over x", "x"),
         ("sum", "scan", "eager", "w"),
-        ("arange", "checkpoint", "vmap", "w"),
-        ("arange", "vmap", "jit", "x"),
-        ("mask", "cond", "jit of vmap", "x"),
-        ("mask", "jit", "vmap over both", "w"),
+        ("arange", "checkpoint", "vmap over x", "w"),
+        ("mask", "cond", "jit of vmap over w", "x"),
         ("argmax", "vmap", "vmap over both", "x"),
         ("argmax", "eager", "jit", "w"),
-        ("cast", "scan", "jit of vmap", "x"),
-        ("cast", "checkpoint", "eager", "w"),
-        ("size", "jit", "jit of vmap", "w"),
-        ("size", "cond", "eager", "x"),
+        ("cast", "scan", "jit of vmap over w", "x"),
+        ("size", "jit", "jit of vmap over w", "w"),
     ],
 )
 def test_mixed_derivatives_of_a_pure_forward_that_reads_its_flags_and_returns_an_integer(
-    integer, program, outside, first
+    integer, context, outside, first
 ):
     """Before, it raised under `vmap` of `scan` and `checkpoint`, as if it had computed other values."""
     first, second = (0, 1) if first == "x" else (1, 0)
 
     def mixed(f):
-        inner = jax.grad(lambda *args: jnp.sum(CONTEXTS[program](f)(*args)), first)
-        return OUTSIDE[outside](jax.grad(lambda *args: jnp.sum(inner(*args)), second))(X, jnp.float32(1.5))
+        inner = jax.grad(lambda *args: jnp.sum(CONTEXTS[context](f)(*args)), first)
+        return program(outside, **OVER)(jax.grad(lambda *args: jnp.sum(inner(*args)), second))(X, jnp.float32(1.5))
 
     expected = mixed(lambda x, w: jnp.sin(x * w))
     for saves in ("needed", "all"):
@@ -320,10 +307,10 @@ def test_mixed_derivatives_of_a_pure_forward_that_reads_its_flags_and_returns_an
 
 
 @row("A8", "D8")
-@pytest.mark.parametrize("program", SECOND_DERIVATIVES)
-def test_second_derivatives_of_a_pure_forward_that_reads_its_flags_and_returns_a_mask(program):
+@pytest.mark.parametrize("name", SECOND_DERIVATIVES)
+def test_second_derivatives_of_a_pure_forward_that_reads_its_flags_and_returns_a_mask(name):
     f, w = with_integer("mask"), jnp.float32(1.5)
-    got = SECOND_DERIVATIVES[program](lambda x: f(x, w))(X)
+    got = program(name)(lambda x: f(x, w))(X)
     np.testing.assert_allclose(got, -1.5 * 1.5 * jnp.sin(1.5 * X), rtol=1e-5)
 
 

@@ -23,24 +23,22 @@ EVERYTHING = jax.checkpoint_policies.everything_saveable
 WRAPS = pytest.mark.parametrize("wrap", [eager, jit], ids=["eager", "jit"])
 
 
-class Cube(jaxfn.Function):
+@jaxfn.function
+def cube(ctx, x):
     """Saves an input and an intermediate for backward, an attribute as well, and something else for jvp."""
+    ctx.save_for_backward(x, square=x * x)
+    ctx.save_for_forward(x * x * 3)
+    ctx.stored = x + 1
+    return x**3
 
-    @staticmethod
-    def forward(ctx, x):
-        ctx.save_for_backward(x, square=x * x)
-        ctx.save_for_forward(x * x * 3)
-        ctx.stored = x + 1
-        return x**3
 
-    @staticmethod
-    def backward(ctx, grad_output):
-        x, square = ctx.saved_tensors
-        return grad_output * (x * x + 2 * square) + 0 * ctx.stored
+@cube.backward
+def _(ctx, grad_output):
+    x, square = ctx.saved_tensors
+    return grad_output * (x * x + 2 * square) + 0 * ctx.stored
 
-    @staticmethod
-    def jvp(ctx, tangent):
-        return ctx.saved_tensors[0] * tangent + 0 * ctx.stored
+
+cube.jvp(lambda ctx, tangent: ctx.saved_tensors[0] * tangent + 0 * ctx.stored)
 
 
 class SquareBoth(Square):
@@ -119,7 +117,7 @@ def total(f: Any) -> Any:
 def test_every_saved_array_once(wrap):
     one = ((1000,), "float32")
     with Log() as log:
-        gradient = wrap(jax.grad(total(Cube.apply)))(X)
+        gradient = wrap(jax.grad(total(cube)))(X)
     np.testing.assert_allclose(gradient, 3 * X**2, rtol=1e-5)
     assert log.packed == log.unpacked == [one, one]  # the input and the square; neither attribute nor for jvp
 
@@ -128,8 +126,8 @@ def test_every_saved_array_once(wrap):
 @WRAPS
 def test_nothing_without_differentiation(wrap):
     with Log() as log:
-        wrap(Cube.apply)(X)
-        wrap(jax.vmap(Cube.apply))(X)
+        wrap(cube)(X)
+        wrap(jax.vmap(cube))(X)
         wrap(jax.grad(lambda x: Square.apply(jnp.ones(3)).sum() * x))(2.0)
     assert log.packed == log.unpacked == []
 
@@ -138,7 +136,7 @@ def test_nothing_without_differentiation(wrap):
 @WRAPS
 def test_forward_mode_reads_what_is_not_packed(wrap):
     with jaxfn.saved_tensors_hooks(lambda x: x * 0, lambda x: x):
-        tangent = wrap(lambda x: jax.jvp(Cube.apply, (x,), (jnp.ones_like(x),))[1])(X)
+        tangent = wrap(lambda x: jax.jvp(cube, (x,), (jnp.ones_like(x),))[1])(X)
     np.testing.assert_allclose(tangent, 3 * X**2, rtol=1e-5)
 
 

@@ -49,21 +49,20 @@ X = jnp.arange(3.0) + 1
 
 @row("L4")
 def test_a_gradient_in_a_box_is_what_the_box_holds():
-    class Times(jaxfn.Function):
-        @staticmethod
-        def forward(ctx, factor, x):
-            ctx.save_for_backward(factor.raw, x)
-            return jnp.asarray(factor) * x
+    @jaxfn.function
+    def times(ctx, factor, x):
+        ctx.save_for_backward(factor.raw, x)
+        return jnp.asarray(factor) * x
 
-        @staticmethod
-        def backward(ctx, grad_output):
-            raw, x = ctx.saved_tensors
-            return Positive(jnp.sum(grad_output * x) * jax.nn.sigmoid(raw)), grad_output * jax.nn.softplus(raw)
+    @times.backward
+    def _(ctx, grad_output):
+        raw, x = ctx.saved_tensors
+        return Positive(jnp.sum(grad_output * x) * jax.nn.sigmoid(raw)), grad_output * jax.nn.softplus(raw)
 
     def gradient(f):
         return jax.grad(lambda factor, x: jnp.sum(jnp.sin(f(factor, x))), argnums=(0, 1))(Positive(jnp.float32(0.3)), X)
 
-    ours, plain = gradient(Times.apply), gradient(lambda factor, x: jnp.asarray(factor) * x)
+    ours, plain = gradient(times), gradient(lambda factor, x: jnp.asarray(factor) * x)
     np.testing.assert_allclose(ours[0].raw, plain[0].raw, rtol=1e-6)
     np.testing.assert_allclose(ours[1], plain[1], rtol=1e-6)
 

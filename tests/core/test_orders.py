@@ -7,24 +7,12 @@ import pytest
 
 import jaxfn
 from tests.support.cases import StraightThrough, on_host
-from tests.support.contexts import CONTEXTS, checkpoint, jit, scan, vmap
+from tests.support.contexts import CONTEXTS, program
 from tests.support.marks import EXPERIMENTAL, cells, row
 
 
 def nth(f, n):
-    for _ in range(n):
-        f = jax.grad(f)
-    return f
-
-
-PROGRAMS = {
-    "eager": nth,
-    "jit": lambda f, n: jit(nth(f, n)),
-    "grad of jit": lambda f, n: nth(jit(f), n),
-    "checkpoint": lambda f, n: nth(checkpoint(f), n),
-    "vmap": lambda f, n: vmap(nth(f, n)),
-    "scan": lambda f, n: nth(scan(f), n),
-}
+    return program(" of ".join(["grad"] * n))(f)
 
 
 def saving(forward, saved, slope=lambda g, residual: g * residual):
@@ -65,29 +53,27 @@ DERIVATIVES = {
 
 @row("D1", "D2", "D3")
 @cells(
-    "function,program",
+    "function,around,inside",
     [
-        ("straight through", "eager"),
-        ("straight through", "grad of jit"),
-        ("straight through", "vmap"),
-        ("saved output", "eager"),
-        ("saved output", "jit"),
-        ("saved output", "checkpoint"),
-        ("saved output", "scan"),
-        ("saved input of a wrong rule", "eager"),
-        ("saved input of a wrong rule", "checkpoint"),
-        ("saved intermediate", "grad of jit"),
-        ("saved intermediate", "scan"),
-        ("saved intermediate", "vmap"),
-        ("saved by name", "jit"),
+        ("straight through", "eager", "eager"),
+        ("straight through", "eager", "jit"),
+        ("straight through", "vmap", "eager"),
+        ("saved output", "eager", "eager"),
+        ("saved output", "jit", "eager"),
+        ("saved output", "eager", "checkpoint"),
+        ("saved output", "eager", "scan"),
+        ("saved input of a wrong rule", "eager", "eager"),
+        ("saved input of a wrong rule", "eager", "checkpoint"),
+        ("saved intermediate", "eager", "jit"),
+        ("saved intermediate", "eager", "scan"),
+        ("saved intermediate", "vmap", "eager"),
+        ("saved by name", "jit", "eager"),
     ],
-    DERIVATIVES,
-    PROGRAMS,
 )
-def test_derivatives_of_every_order(function, program):
+def test_derivatives_of_every_order(function, around, inside):
     f, x, expected = DERIVATIVES[function]
-    orders = range(1, len(expected) + 1)
-    np.testing.assert_allclose([PROGRAMS[program](f, n)(x) for n in orders], expected, rtol=2e-5)
+    names = [" of ".join([around, *["grad"] * n, inside]) for n in range(1, len(expected) + 1)]
+    np.testing.assert_allclose([program(name)(f)(x) for name in names], expected, rtol=2e-5)
 
 
 @row("D1")
@@ -113,12 +99,12 @@ def test_inputs_that_are_one_object(same):
 
 @row("D8")
 @cells(
-    "program, save",
+    "context, save",
     [("eager", "needed"), ("eager", "intermediates"), ("jit", "intermediates"), ("checkpoint", "all")],
     ["eager", "jit", "checkpoint"],
     ["all", "needed", "intermediates"],
 )
-def test_mixed_partials_with_a_guarded_backward(program, save):
+def test_mixed_partials_with_a_guarded_backward(context, save):
     @jaxfn.function
     def multiply(ctx, x, w):
         need_x, need_w = ctx.needs_input_grad if save != "all" else (True, True)
@@ -133,7 +119,7 @@ def test_mixed_partials_with_a_guarded_backward(program, save):
         x, w = ctx.saved_tensors
         return g * w if ctx.needs_input_grad[0] else None, g * x if ctx.needs_input_grad[1] else None
 
-    loss = CONTEXTS[program](lambda x, w: multiply(x, w) ** 2)
+    loss = CONTEXTS[context](lambda x, w: multiply(x, w) ** 2)
     args = jnp.float32(2.0), jnp.float32(3.0)
     assert jax.grad(jax.grad(loss, 0), 1)(*args) == 24.0
     assert jax.grad(jax.grad(loss, 1), 0)(*args) == 24.0
@@ -159,7 +145,17 @@ def test_outputs_that_depend_on_the_flags_raise():
 
 
 @row("D9")
-def test_backward_runs_once_for_an_output_used_twice():
+@pytest.mark.parametrize(
+    ("backward", "second"),
+    [
+        # d/dx of (2y + 1) with dy/dx by the affine rule: its cotangent is 2.
+        (lambda g, y: g + 1 + 0 * y, 3.0),
+        # Of (2y * y + 1), which reaches y through the cotangent and through the saved output: its cotangent is 4y.
+        (lambda g, y: g * y + 1, 17.0),
+    ],
+)
+def test_backward_runs_once_for_an_output_that_is_used_and_saved(backward, second):
+    """The rule is affine, not linear: two calls would add two ones."""
     calls = []
 
     @jaxfn.function
@@ -171,43 +167,16 @@ def test_backward_runs_once_for_an_output_used_twice():
     @f.backward
     def _(ctx, g):
         calls.append(1)
-        return g + 1 + 0 * ctx.saved_tensors[0]  # affine, not linear: two calls would add two ones
+        return backward(g, ctx.saved_tensors[0])
 
-    assert jax.grad(lambda x: f(x) * 3 + f(x) * 0)(1.0) == 5.0
-    calls.clear()
-
-    def twice(x):
+    def square(x):
         y = f(x)
         return y * y
 
-    assert jax.grad(twice)(1.0) == 5.0
-    assert len(calls) == 1
-    # d/dx of (2y + 1) with dy/dx by the affine rule: its cotangent is 2, so 3; one call for the inner derivative,
-    # one for the outer.
-    calls.clear()
-    assert jax.grad(jax.grad(twice))(1.0) == 3.0
-    assert len(calls) == 2
-
-
-@row("D9")
-def test_saved_output_and_downstream_use_meet():
-    calls = []
-
-    @jaxfn.function
-    def f(ctx, x):
-        y = x * 2
-        ctx.save_for_backward(y)
-        return y
-
-    @f.backward
-    def _(ctx, g):
-        calls.append(1)
-        return g * ctx.saved_tensors[0] + 1
-
-    # First derivative of y^2: 2y * y + 1. Its derivative reaches y through the cotangent and through the saved output:
-    # cotangent of y is 4y, so the outer backward gives 4y * y + 1 = 17 at y = 2, in one call (two would add 1 more).
-    assert jax.grad(jax.grad(lambda x: f(x) ** 2))(1.0) == 17.0
-    assert len(calls) == 2
+    for order, expected in [(1, backward(4.0, 2.0)), (2, second)]:
+        calls.clear()
+        assert nth(square, order)(1.0) == expected
+        assert len(calls) == order  # one for the inner derivative, one for the outer
 
 
 @row("E5")

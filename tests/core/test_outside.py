@@ -23,8 +23,9 @@ from tests.support.contexts import (
     GRADIENTS_OF_PROGRAMS,
     SECOND_DERIVATIVES,
     assert_right_or_escaped,
-    jit,
+    program,
     raises_escaped_tracer,
+    tangent,
 )
 from tests.support.marks import EXPERIMENTAL, TRACES_ALWAYS, cells, row
 
@@ -95,9 +96,9 @@ def storing(holder, what="input", rules="backward"):
     return f
 
 
-EVERY = GRADIENTS | GRADIENTS_OF_PROGRAMS | SECOND_DERIVATIVES
+EVERY = [*GRADIENTS, *GRADIENTS_OF_PROGRAMS, *SECOND_DERIVATIVES]
 EAGER = ("grad",) if EXPERIMENTAL else ("grad", "vmap of grad")  # JAX_CUSTOM_VJP3 stages under vmap
-UNSUPPORTED = {name: program for name, program in EVERY.items() if name not in (*EAGER, "grad of vmap")}
+UNSUPPORTED = [name for name in EVERY if name not in (*EAGER, "grad of vmap")]
 EVERY_HOLDER = pytest.mark.parametrize("holder", HOLDERS, ids=lambda h: h.__name__)
 
 
@@ -111,31 +112,31 @@ def _clear_state_of_other_tests():
 @row("B14")
 @EVERY_HOLDER
 def test_an_array_stored_anywhere_outside_is_right_at_first_order_and_raises_at_second(holder):
-    for program in EAGER:
-        np.testing.assert_allclose(EVERY[program](storing(holder))(X), jnp.cos(X), rtol=1e-6)
-    for program in ("grad of grad", "grad of jit of grad", "grad of jit"):
+    for name in EAGER:
+        np.testing.assert_allclose(program(name)(storing(holder))(X), jnp.cos(X), rtol=1e-6)
+    for name in ("grad of grad", "grad of jit of grad", "grad of jit"):
         with raises_escaped_tracer("Storing"):
-            EVERY[program](storing(holder))(X)
+            program(name)(storing(holder))(X)
 
 
 KINDS = [("input", "backward"), ("intermediate", "both"), ("output", "generated")]
 
 
 @row("B14")
-@pytest.mark.parametrize("program", EAGER)
+@pytest.mark.parametrize("name", EAGER)
 @pytest.mark.parametrize(("what", "rules"), KINDS)
-def test_an_array_stored_outside_is_right_in_an_eager_first_derivative(what, rules, program):
-    np.testing.assert_allclose(GRADIENTS[program](storing(class_attribute, what, rules))(X), jnp.cos(X), rtol=1e-6)
-    right_or_not = EVERY["grad of vmap"](storing(class_attribute, what, rules))
+def test_an_array_stored_outside_is_right_in_an_eager_first_derivative(what, rules, name):
+    np.testing.assert_allclose(program(name)(storing(class_attribute, what, rules))(X), jnp.cos(X), rtol=1e-6)
+    right_or_not = program("grad of vmap")(storing(class_attribute, what, rules))
     assert_right_or_escaped(lambda: right_or_not(X), jnp.cos(X), "Storing")
 
 
 @row("B14", "L1")
-@pytest.mark.parametrize("program", UNSUPPORTED)
+@pytest.mark.parametrize("name", UNSUPPORTED)
 @pytest.mark.parametrize(("what", "rules"), KINDS)
-def test_an_array_stored_outside_raises_where_its_derivative_would_be_lost(what, rules, program):
+def test_an_array_stored_outside_raises_where_its_derivative_would_be_lost(what, rules, name):
     with raises_escaped_tracer("Storing"):
-        UNSUPPORTED[program](storing(class_attribute, what, rules))(X)
+        program(name)(storing(class_attribute, what, rules))(X)
 
 
 @row("B14", "L1")
@@ -158,11 +159,11 @@ class StoresOnItself(jaxfn.Function):
 
 
 @row("B14")
-@pytest.mark.parametrize("program", UNSUPPORTED)
-def test_two_calls_that_store_in_one_attribute(program):
+@pytest.mark.parametrize("name", UNSUPPORTED)
+def test_two_calls_that_store_in_one_attribute(name):
     """The second call's array overwrites the first's, so that even the first derivative is of no use there."""
     with raises_escaped_tracer("StoresOnItself"):
-        UNSUPPORTED[program](lambda x: StoresOnItself.apply(StoresOnItself.apply(x)))(X)
+        program(name)(lambda x: StoresOnItself.apply(StoresOnItself.apply(x)))(X)
 
 
 @row("B14")
@@ -176,28 +177,11 @@ def test_a_stored_array_that_backward_returns_unchanged():
 
         return jaxfn.autograd_function(forward, lambda ctx, g: stored["slope"], name="Storing")
 
-    for program in EAGER:
-        np.testing.assert_allclose(EVERY[program](storing_slope())(X), jnp.cos(X), rtol=1e-6)
-    for program in UNSUPPORTED:
+    for name in EAGER:
+        np.testing.assert_allclose(program(name)(storing_slope())(X), jnp.cos(X), rtol=1e-6)
+    for name in UNSUPPORTED:
         with raises_escaped_tracer("Storing"):
-            UNSUPPORTED[program](storing_slope())(X)
-
-
-def tangent(f):
-    return lambda x: jax.jvp(f, (x,), (jnp.float32(1),))[1]
-
-
-FORWARD: dict[str, Callable[[Any], Any]] = {
-    "jit of jvp": lambda f: jit(tangent(f)),
-    "jvp of jit": lambda f: tangent(jit(f)),
-    "vmap of jvp": lambda f: lambda x: jax.vmap(tangent(f))(jnp.stack([2 * x, x])),
-    "jvp of jvp": lambda f: tangent(tangent(f)),
-    "jit of jvp of jvp": lambda f: jit(tangent(tangent(f))),
-    "jit of grad of jvp": lambda f: jit(jax.grad(tangent(f))),
-    "grad of jvp": lambda f: jax.grad(tangent(f)),
-    "jvp of grad": lambda f: tangent(jax.grad(f)),
-    "hessian": jax.hessian,
-}
+            program(name)(storing_slope())(X)
 
 
 @row("B14", "D4")
@@ -208,11 +192,14 @@ def test_an_array_stored_outside_and_read_by_jvp_is_right_at_first_order(what):
 
 @row("B14", "D7")
 @pytest.mark.parametrize("rules", ["both", "generated"])
-@pytest.mark.parametrize("program", FORWARD)
-def test_an_array_stored_outside_and_read_in_forward_mode_raises_elsewhere(program, rules):
+@pytest.mark.parametrize(
+    "name",
+    ["jit of jvp", "jvp of jit", "vmap of jvp", "jvp of jvp", "jit of grad of jvp", "grad of jvp", "jvp of grad"],
+)
+def test_an_array_stored_outside_and_read_in_forward_mode_raises_elsewhere(name, rules):
     for what in SLOPES:
         with raises_escaped_tracer("Storing"):
-            FORWARD[program](storing(class_attribute, what, rules))(X)
+            program(name)(storing(class_attribute, what, rules))(X)
 
 
 # --- what is harmless
@@ -277,7 +264,7 @@ HARMLESS: dict[str, Callable[[], Any]] = {
 
 @row("B14")
 @cells(
-    "kind,program",
+    "kind,name",
     [
         ("log", "grad"),
         ("log", "grad of scan"),
@@ -296,19 +283,19 @@ HARMLESS: dict[str, Callable[[], Any]] = {
         ("a list that is emptied", "grad of vmap"),
     ],
 )
-def test_what_backward_does_not_depend_on_may_be_stored_outside(kind, program):
+def test_what_backward_does_not_depend_on_may_be_stored_outside(kind, name):
     LOG.clear()
-    got = EVERY[program](HARMLESS[kind]())(X)
-    np.testing.assert_allclose(got, -jnp.sin(X) if program in SECOND_DERIVATIVES else jnp.cos(X), rtol=1e-6)
+    got = program(name)(HARMLESS[kind]())(X)
+    np.testing.assert_allclose(got, -jnp.sin(X) if name in SECOND_DERIVATIVES else jnp.cos(X), rtol=1e-6)
 
 
 @row("A8", "B14")
-@pytest.mark.parametrize("program", EVERY)
-def test_traced_statistics_are_of_use_after_an_eager_first_derivative_alone(program):
+@pytest.mark.parametrize("name", EVERY)
+def test_traced_statistics_are_of_use_after_an_eager_first_derivative_alone(name):
     """Each run reads what the one before wrote: in the next program that is a tracer, which raises there or in JAX."""
-    expected = -jnp.sin(X) if program in SECOND_DERIVATIVES else jnp.cos(X)
-    assert_right_or_escaped(lambda: EVERY[program](HARMLESS["running mean"]())(X), expected)
-    if program == "grad":
+    expected = -jnp.sin(X) if name in SECOND_DERIVATIVES else jnp.cos(X)
+    assert_right_or_escaped(lambda: program(name)(HARMLESS["running mean"]())(X), expected)
+    if name == "grad":
         np.testing.assert_allclose(Statistics.mean, 0.05, rtol=1e-6)
 
 

@@ -158,21 +158,20 @@ def by_function(name, draw):
 def separately(draw):
     """A Function in separate style. Its slope is a second output, which differentiates by the Function's own rule."""
 
-    class Drawn(jaxfn.Function):
-        @staticmethod
-        def forward(x, keys):
-            return sine(x, draw(keys))
+    @jaxfn.function
+    def drawn(x, keys):
+        return sine(x, draw(keys))
 
-        @staticmethod
-        def setup_context(ctx, inputs, output):
-            ctx.save_for_backward(*output)
+    @drawn.setup_context
+    def _(ctx, inputs, output):
+        ctx.save_for_backward(*output)
 
-        @staticmethod
-        def backward(ctx, g, of_slope):
-            y, c = ctx.saved_tensors
-            return g * c - of_slope * y, None
+    @drawn.backward
+    def _(ctx, g, of_slope):
+        y, c = ctx.saved_tensors
+        return g * c - of_slope * y, None
 
-    return lambda x, keys: Drawn.apply(x, keys)[0]
+    return lambda x, keys: drawn(x, keys)[0]
 
 
 def hand_written(name, draw):
@@ -401,20 +400,17 @@ def test_an_object_that_holds_a_traced_array():
     """Forward runs once in a program that is differentiated where it is traced, or not at all."""
     count = 0
 
-    class Weighted(jaxfn.Function):
-        @staticmethod
-        def forward(ctx, x, box):
-            nonlocal count
-            count += 1
-            ctx.slope = jnp.cos(x) * box.key
-            return jnp.sin(x) * box.key
+    @jaxfn.function
+    def weighted(ctx, x, box):
+        nonlocal count
+        count += 1
+        ctx.slope = jnp.cos(x) * box.key
+        return jnp.sin(x) * box.key
 
-        @staticmethod
-        def backward(ctx, g):
-            return g * ctx.slope, None
+    weighted.backward(lambda ctx, g: (g * ctx.slope, None))
 
     def call(x, w):
-        return Weighted.apply(x, Keys(w))
+        return weighted(x, Keys(w))
 
     for program in (call, jax.grad(call)):
         for _ in range(2):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import jax
@@ -12,6 +13,7 @@ import pytest
 import jaxfn
 from tests.support.cases import Pair
 from tests.support.contexts import CONTEXTS, eager, jit
+from tests.support.derivatives import check, derivative
 from tests.support.marks import row
 
 ROWS = jnp.arange(6.0).reshape(3, 2) / 4 - 0.6
@@ -137,23 +139,15 @@ def test_in_dims_have_each_arguments_structure():
 @row("E3")
 def test_defaults_and_keywords_are_in_dims_too():
     log: list[Any] = []
+    seen: list[Any] = []
 
-    class Defaults(jaxfn.Function):
-        @staticmethod
-        def forward(x, scale=2.0, *, shift=None):
-            return x * scale
+    def returned(x, scale, shift):
+        seen.append((scale, shift))
+        return x * scale, 0
 
-        @staticmethod
-        def setup_context(ctx, inputs, output):
-            pass
-
-        @staticmethod
-        def vmap(info, in_dims, x, scale, shift):
-            log.append((in_dims, scale, shift))
-            return Defaults.apply(x, scale, shift=shift), in_dims[0]
-
-    np.testing.assert_array_equal(jax.vmap(lambda x: Defaults.apply(x, shift=5))(ROWS), 2 * ROWS)
-    assert log == [((0, None, None), 2.0, 5)]
+    f = recording(log, returned, lambda x, scale=2.0, *, shift=None: x * scale).apply
+    np.testing.assert_array_equal(jax.vmap(lambda x: f(x, shift=5))(ROWS), 2 * ROWS)
+    assert log[0][1] == (0, None, None) and seen == [(2.0, 5)]
 
 
 @row("E3")
@@ -161,29 +155,19 @@ def test_defaults_and_keywords_are_in_dims_too():
 def test_the_batch_axis_wherever_it_is(in_axes):
     """in_dims say where the batch is among the arguments that vmap gets."""
 
-    class Sum(jaxfn.Function):
-        @staticmethod
-        def forward(x):
-            return x.sum()
+    def vmap(info, in_dims, x):
+        assert x.shape[in_dims[0]] == info.batch_size
+        return jnp.moveaxis(x, in_dims[0], 0).reshape(info.batch_size, -1).sum(1), 0
 
-        @staticmethod
-        def setup_context(ctx, inputs, output):
-            ctx.shape = inputs[0].shape
-
-        @staticmethod
-        def backward(ctx, grad_output):
-            return jnp.broadcast_to(grad_output, ctx.shape)
-
-        @staticmethod
-        def vmap(info, in_dims, x):
-            assert x.shape[in_dims[0]] == info.batch_size
-            return jnp.moveaxis(x, in_dims[0], 0).reshape(info.batch_size, -1).sum(1), 0
-
+    total = jaxfn.function(
+        lambda x: x.sum(),
+        lambda ctx, grad_output: jnp.broadcast_to(grad_output, ctx.shape),
+        setup_context=lambda ctx, inputs, output: setattr(ctx, "shape", inputs[0].shape),
+        vmap=vmap,
+    )
     x = jnp.arange(24.0).reshape(2, 3, 4)
-    plain = jax.vmap(jnp.sum, in_axes)(x)
-    np.testing.assert_array_equal(jax.vmap(Sum.apply, in_axes)(x), plain)
-    np.testing.assert_array_equal(jax.grad(lambda x: (jax.vmap(Sum.apply, in_axes)(x) ** 2).sum())(x),
-                                  jax.grad(lambda x: (jax.vmap(jnp.sum, in_axes)(x) ** 2).sum())(x))  # fmt: skip
+    for of in (lambda f: jax.vmap(f, in_axes), lambda f: jax.grad(lambda x: (jax.vmap(f, in_axes)(x) ** 2).sum())):
+        np.testing.assert_array_equal(of(total)(x), of(jnp.sum)(x))
 
 
 # --- what it returns
@@ -216,23 +200,11 @@ def test_out_dims():
 
 @row("E3")
 def test_outputs_that_are_not_arrays():
-    class Named(jaxfn.Function):
-        @staticmethod
-        def forward(x):
-            return x, "name"
-
-        @staticmethod
-        def setup_context(ctx, inputs, output):
-            pass
-
-        @staticmethod
-        def vmap(info, in_dims, x):
-            return (2 * x, "name"), (0, None)
-
+    f = recording([], lambda x: ((2 * x, "name"), (0, None)), lambda x: (x, "name")).apply
     seen: list[Any] = []
 
     def call(x):
-        y, name = Named.apply(x)
+        y, name = f(x)
         seen.append(name)
         return y
 
@@ -306,62 +278,41 @@ def weighted(x, w):
 W = jnp.array([[0.3, -0.5], [1.1, 0.2]])
 
 
-def losses(f: Any) -> dict[str, Any]:
-    def of(x, w):
-        tree, _ = f(x, w)
-        return jnp.sum(jnp.sin(tree["out"])) + jnp.sum(tree["norm"] ** 2)
-
-    def batched(x, w):
-        tree, count = jax.vmap(f, (0, None))(x, w)
-        return jnp.sum(jnp.sin(tree["out"]) * count[:, None]) + jnp.sum(tree["norm"] ** 2)
-
-    gradient = jax.grad(of, (0, 1))
-
-    def second(x, w):
-        return sum(jnp.sum(jnp.cos(g)) for g in jax.grad(batched, (0, 1))(x, w))
-
-    return {
-        "vmap of grad": jax.vmap(gradient, (0, None))(ROWS, W),
-        "vmap of grad, both": jax.vmap(gradient, (0, 0))(ROWS, jnp.stack([W, W + 1, W - 1])),
-        "grad of vmap": jax.grad(batched, (0, 1))(ROWS, W),
-        "second order of vmap": jax.grad(second, (0, 1))(ROWS, W),
-        "vmap of second order": jax.vmap(
-            jax.grad(lambda x, w: sum(jnp.sum(jnp.cos(g)) for g in gradient(x, w)), (0, 1)), (0, None)
-        )(ROWS, W),
-        "jacrev": jax.jacrev(lambda w: jax.vmap(f, (0, None))(ROWS, w)[0]["out"])(W),
-        "nested": jax.grad(lambda x: jax.vmap(jax.vmap(lambda r: f(r, W)[0]["out"]))(x).sum())(ROWS[None]),
-        "scan": jax.grad(lambda w: jax.lax.map(lambda x: batched(x, w), ROWS[None]).sum())(W),
-    }
+# Of a function of a row and of the weight, or of a weight for each row.
+MAPPED = {
+    "vmap": partial(jax.vmap, in_axes=(0, None)),
+    "vmap over both": jax.vmap,
+    "map": lambda f: lambda x, w: jax.lax.map(lambda x: f(x, w), x),
+}
+IN_REVERSE_MODE = [
+    "vmap of grad",
+    "vmap over both of grad",
+    "grad of vmap",
+    "grad of grad of vmap",
+    "vmap of grad of grad",
+    "jacrev of vmap",
+    "grad of vmap of vmap",
+    "map of grad of vmap",
+]
+IN_FORWARD_MODE = ["jvp of vmap", "vmap of jvp", "jacfwd of vmap", "hessian of vmap", "vmap of hessian"]
 
 
 @row("E3")
-@pytest.mark.parametrize("function", [Weighted, WeightedForward])
-def test_composes_with_grad_at_every_order(function):
+@pytest.mark.parametrize(
+    ("function", "names"), [(Weighted, IN_REVERSE_MODE), (WeightedForward, IN_REVERSE_MODE + IN_FORWARD_MODE)]
+)
+def test_composes_with_derivatives_of_every_order(function, names):
+    def derivatives(f):
+        def of(name):
+            is_nested = name.split(" of ")[-2:] == ["vmap", "vmap"] or name.startswith("map")
+            weights = jnp.stack([W, W + 1, W - 1]) if "both" in name else W
+            return derivative(name, f, **MAPPED)(ROWS[None] if is_nested else ROWS, weights)
+
+        return jax.jit(lambda: {name: of(name) for name in names})()
+
     Weighted.calls_of_vmap = 0
-    got, expected = jax.jit(lambda: losses(function.apply))(), jax.jit(lambda: losses(weighted))()
-    for name, values in got.items():
-        for ours, plain in zip(jax.tree.leaves(values), jax.tree.leaves(expected[name]), strict=True):
-            np.testing.assert_allclose(ours, plain, rtol=1e-4, atol=1e-5, err_msg=name)
+    check(derivatives(function.apply), derivatives(weighted), 1e-4, 1e-5)
     assert Weighted.calls_of_vmap > 5
-
-
-@row("E3")
-def test_composes_with_forward_mode():
-    def tangents(f):
-        def batched(x, w):
-            return jax.vmap(f, (0, None))(x, w)[0]
-
-        return (
-            jax.jvp(batched, (ROWS, W), (ROWS + 1, W * 2))[1],
-            jax.vmap(lambda x: jax.jvp(lambda x: f(x, W)[0], (x,), (x * 2,))[1])(ROWS),
-            jax.jacfwd(lambda w: batched(ROWS, w)["out"])(W),
-            jax.hessian(lambda w: jnp.sin(batched(ROWS, w)["out"]).sum())(W),
-            jax.vmap(jax.hessian(lambda x: jnp.sin(f(x, W)[0]["out"]).sum()))(ROWS),
-        )
-
-    ours, plain = (jax.jit(lambda f=f: tangents(f))() for f in (WeightedForward.apply, weighted))
-    for a, b in zip(jax.tree.leaves(ours), jax.tree.leaves(plain), strict=True):
-        np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5)
 
 
 @row("E3")
@@ -396,20 +347,10 @@ def test_registered_on_a_decorated_function(through):
 
 @row("E3")
 def test_needs_the_separate_style():
-    class Combined(jaxfn.Function):
-        @staticmethod
-        def forward(ctx, x):
-            return x * 2
-
-        @staticmethod
-        def backward(ctx, grad_output):
-            return grad_output * 2
-
-        vmap = Other.vmap
-
-    assert jax.grad(Combined.apply)(1.0) == 2
-    for f in (jax.vmap(Combined.apply), jax.jit(jax.vmap(Combined.apply)), jax.vmap(jax.grad(Combined.apply))):
-        with pytest.raises(RuntimeError, match="vmap over Combined, .* setup_context"):
+    combined = jaxfn.function(lambda ctx, x: x * 2, lambda ctx, grad_output: grad_output * 2, vmap=Other.vmap)
+    assert jax.grad(combined)(1.0) == 2
+    for f in (jax.vmap(combined), jax.jit(jax.vmap(combined)), jax.vmap(jax.grad(combined))):
+        with pytest.raises(RuntimeError, match="vmap over <lambda>, .* setup_context"):
             f(ROWS[:, 0])
 
 

@@ -95,24 +95,21 @@ def program(name: str, **steps: Context) -> Context:
     return lambda f: functools.reduce(lambda f, step: known[step](f), reversed(name.split(" of ")), f)
 
 
-def programs(*names: str) -> dict[str, Context]:
-    return {name: program(name) for name in names}
-
-
 # Gradients that JAX stages together with the call, or does not stage,
-GRADIENTS = programs("grad", "jit of grad", "vmap of grad", "scan of grad", "jit of vmap of grad")
+GRADIENTS = ["grad", "jit of grad", "vmap of grad", "scan of grad", "jit of vmap of grad"]
 # gradients of a call that JAX staged before,
-GRADIENTS_OF_PROGRAMS = programs(
-    "grad of jit", "grad of checkpoint", "grad of vmap", "grad of scan", "grad of cond", "jit of grad of jit"
-)
+GRADIENTS_OF_PROGRAMS = [
+    *(f"grad of {step}" for step in ("jit", "checkpoint", "vmap", "scan", "cond")),
+    "jit of grad of jit",
+]
 # and second derivatives.
-SECOND_DERIVATIVES = programs(
+SECOND_DERIVATIVES = [
     "grad of grad",
     "jit of grad of grad",
     "vmap of grad of grad",
     *(f"grad of {step} of grad" for step in ("jit", "checkpoint", "vmap", "scan")),
     *(f"grad of grad of {step}" for step in ("jit", "checkpoint", "vmap", "scan", "cond")),
-)
+]
 
 # What is raised, by jaxfn or by JAX, for a tracer that is used in another program than its own.
 _ESCAPED_TRACER = {

@@ -47,6 +47,13 @@ def _in_libraries(libraries: Sequence[Any]) -> Callable[[Any], Any]:
 in_each_library = _in_libraries(_EACH)
 in_every_context = _in_libraries([*_EACH, *_CONTEXTS])
 
+
+def function_in(library: Library, forward: Any, backward: Any = None, name: str = "Example", **attributes: Any) -> Any:
+    """Returns the call of a Function with these methods."""
+    methods = {"forward": staticmethod(forward), **({"backward": staticmethod(backward)} if backward else {})}
+    return type(name, (library.Function,), methods | attributes).apply
+
+
 X = np.array([[0.3, -1.2], [2.1, 0.7], [-0.4, 1.6]])
 
 
