@@ -15,8 +15,8 @@ from typing import Any
 
 import numpy as np
 
-from tests.support.gradcheck_pairs import complex_, distinct, integers, output_saved, positive, real, regular, rule
-from tests.support.libraries import Define, Kind
+from tests.support.gradcheck_pairs import complex_, distinct, integers, positive, real, regular, rule
+from tests.support.libraries import Define, Kind, output_saved
 
 
 @dataclass(frozen=True)

@@ -15,8 +15,8 @@ from typing import Any, Literal
 
 import numpy as np
 
-from tests.support.cases import Dense, Linear, MulConstant
-from tests.support.libraries import Define, Jax, Kind, Library
+from tests.support.cases import Dense, Linear, MulConstant, in_library
+from tests.support.libraries import Define, Jax, Kind, Library, make_function, output_saved
 
 Verdict = Literal["passes", "fails", "raises"]
 
@@ -156,36 +156,9 @@ def pair(*inputs: Any, **options: Any) -> Callable[[Define], Define]:
     return decorate
 
 
-def inputs_saved(inputs: tuple[Any, ...], output: Any) -> tuple[Any, ...]:
-    return inputs
-
-
-def output_saved(inputs: tuple[Any, ...], output: Any) -> tuple[Any, ...]:
-    return output if isinstance(output, tuple) else (output,)
-
-
-def rule(
-    library: Library,
-    forward: Callable[..., Any],
-    backward: Callable[..., Any],
-    save: Callable[[tuple[Any, ...], Any], tuple[Any, ...]] = inputs_saved,
-    materialize: bool = True,
-) -> Callable[..., Any]:
-    """A Function from two plain ones: `backward` gets the gradients of the outputs, then what was saved."""
-
-    class Rule(library.Function):
-        @staticmethod
-        def forward(ctx, *inputs):
-            ctx.set_materialize_grads(materialize)
-            output = forward(*inputs)
-            ctx.save_for_backward(*save(inputs, output))
-            return output
-
-        @staticmethod
-        def backward(ctx, *grad_outputs):
-            return backward(*grad_outputs, *ctx.saved_tensors)
-
-    return Rule.apply
+def rule(library: Library, *forward_and_backward: Any, **options: Any) -> Callable[..., Any]:
+    """The call of a Function of `make_function`."""
+    return make_function(library, *forward_and_backward, **options).apply
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -326,32 +299,24 @@ def root_with_a_term_dropped(lib):
 # Inputs and outputs: shapes, None, static arguments, indices, dictionaries.
 
 
-def published(ours, theirs):
-    """A Function of `cases`, and the one that torch's documents have of it."""
-
-    def define(lib):
-        if lib is Jax:
-            return ours.apply
-        from tests.support import torch_functions
-
-        return getattr(torch_functions, theirs).apply
-
-    return define
-
-
 def linear(grad_weight):
     """The linear layer, where the gradient of the weight is passed."""
     return lambda lib: rule(lib, lambda x, w, b: x @ w.T + b, lambda g, x, w, b: (g @ w, grad_weight(g, x), g.sum(0)))
 
 
-LINEAR = published(Linear, "LinearFunction")
+def published(function):
+    """A Function of `cases`, which torch's documents have."""
+    return lambda lib: in_library(function, lib).apply
+
+
+LINEAR = published(Linear)
 WIDE, SQUARE = [real(2, 3), real(4, 3), real(4)], [real(3, 3), real(3, 3), real(3)]
 enter("linear", WIDE, LINEAR, first="passes", second="passes", eps=1e-6, atol=1e-4)
 enter("linear without bias", [*WIDE[:2], None], LINEAR, first="passes")
 enter("linear, wrong weight", SQUARE, linear(lambda g, x: 2 * g.T @ x), first="fails")
 enter("linear, frozen wrong weight", SQUARE, linear(lambda g, x: 2 * g.T @ x), first="passes", argnums=(0, 2))
 enter("linear, gradient of wrong shape", WIDE, linear(lambda g, x: x.T @ g), first="fails", torch="raises")
-STATIC = published(MulConstant, "MulConstantWithoutZeros")
+STATIC = published(MulConstant)
 enter("static argument", [real(3), 2.5], STATIC, first="passes", second="passes")
 
 
@@ -379,21 +344,7 @@ def sort_and_order(lib):
 
 def marked(lib, forward, which):
     """A Function whose first output is x², and whose output at `which` is marked as not differentiable."""
-
-    class Marked(lib.Function):
-        @staticmethod
-        def forward(ctx, x):
-            outputs = forward(x)
-            ctx.save_for_backward(x)
-            ctx.mark_non_differentiable(outputs[which])
-            return outputs
-
-        @staticmethod
-        def backward(ctx, g, *others):
-            (x,) = ctx.saved_tensors
-            return 2 * x * g
-
-    return Marked.apply
+    return rule(lib, forward, lambda g, *others: 2 * others[-1] * g, marked=which)
 
 
 @pair(real(3), first="passes", second="passes")
@@ -450,19 +401,10 @@ def complex_and_real_inputs(lib):
 
 
 def saved_intermediate(lib):
-    class Gate(lib.Function):
-        @staticmethod
-        def forward(ctx, x):
-            gate = lib.m.tanh(x)
-            ctx.save_for_backward(x, gate)
-            return x * gate
+    def backward(g, x, gate):
+        return g * (gate + x * (1 - gate * gate))
 
-        @staticmethod
-        def backward(ctx, g):
-            x, gate = ctx.saved_tensors
-            return g * (gate + x * (1 - gate * gate))
-
-    return Gate.apply
+    return rule(lib, lambda x: x * lib.m.tanh(x), backward, lambda inputs, output: (*inputs, lib.m.tanh(*inputs)))
 
 
 DROPS = "torch drops the derivative of a saved intermediate, jaxfn has it"

@@ -210,6 +210,54 @@ def torch_library() -> Library:
     return Torch
 
 
+def inputs_saved(inputs: tuple[Any, ...], output: Any) -> tuple[Any, ...]:
+    return inputs
+
+
+def output_saved(inputs: tuple[Any, ...], output: Any) -> tuple[Any, ...]:
+    return output if isinstance(output, tuple) else (output,)
+
+
+def make_function(
+    library: Library,
+    forward: Callable[..., Any],
+    backward: Callable[..., Any],
+    save: Callable[[tuple[Any, ...], Any], tuple[Any, ...]] = inputs_saved,
+    *,
+    marked: int | None = None,
+    materialize: bool = True,
+    name: str = "Rule",
+) -> Any:
+    """Returns a Function class, built from two functions of arrays.
+
+    Args:
+      library: Its library.
+      forward: The outputs, of the inputs.
+      backward: The gradients, of the gradients of the outputs and then what was saved.
+      save: What is saved, of the tuple of inputs and the outputs.
+      marked: The index of an output without derivative.
+      materialize: Whether a missing gradient of an output is zeros.
+      name: Its name.
+    """
+
+    class Rule(library.Function):
+        @staticmethod
+        def forward(ctx, *inputs):
+            ctx.set_materialize_grads(materialize)
+            output = forward(*inputs)
+            if marked is not None:
+                ctx.mark_non_differentiable(output[marked])
+            ctx.save_for_backward(*save(inputs, output))
+            return output
+
+        @staticmethod
+        def backward(ctx, *grad_outputs):
+            return backward(*grad_outputs, *ctx.saved_tensors)
+
+    Rule.__name__ = Rule.__qualname__ = name
+    return Rule
+
+
 def assert_same(got: Sequence[Any], want: Sequence[np.ndarray], rtol: float = 1e-9) -> None:
     """Compares outputs or gradients of JAX with those of torch."""
     for ours, theirs in zip(got, want, strict=True):
