@@ -18,6 +18,10 @@ from tests.support.marks import cells, row
 
 torch = pytest.importorskip("torch")
 
+from tests.support.libraries import gradient_of, of_arrays, output_saved  # noqa: E402
+from tests.support.torch_code import function_of, rule  # noqa: E402
+from tests.support.torch_functions import CASES  # noqa: E402
+
 Base: Any = torch.autograd.Function
 
 
@@ -50,86 +54,8 @@ def host(function: Any) -> Any:
     return jaxfn.from_torch(function, fallback="callback").apply
 
 
-class Tanh(Base):
-    @staticmethod
-    def forward(ctx, x):
-        y = torch.tanh(x)
-        ctx.save_for_backward(y)
-        return y
-
-    @staticmethod
-    def backward(ctx, g):
-        (y,) = ctx.saved_tensors
-        return g * (1 - y * y)
-
-
-class Cube(Base):
-    @staticmethod
-    def forward(x):
-        return x**3
-
-    @staticmethod
-    def setup_context(ctx, inputs, output):
-        ctx.save_for_backward(*inputs)
-
-    @staticmethod
-    def backward(ctx, g):
-        return 3 * ctx.saved_tensors[0] ** 2 * g
-
-
-class Two(Base):
-    @staticmethod
-    def forward(ctx, x):
-        ctx.set_materialize_grads(False)
-        ctx.save_for_backward(x)
-        return x**2, x.exp()
-
-    @staticmethod
-    def backward(ctx, g, h):
-        (x,) = ctx.saved_tensors
-        return (0 if g is None else 2 * x * g) + (0 if h is None else h * x.exp())
-
-
-class OneOfTwo(Two):
-    """An output is not used."""
-
-
-class Sort(Base):
-    @staticmethod
-    def forward(ctx, x):
-        values, indices = x.sort(-1)
-        ctx.mark_non_differentiable(indices)
-        ctx.save_for_backward(indices)
-        return values, indices
-
-    @staticmethod
-    def backward(ctx, g, _):
-        return torch.zeros_like(g).scatter(-1, ctx.saved_tensors[0], g)
-
-
-class HalfMarked(Base):
-    @staticmethod
-    def forward(ctx, x):
-        y, z = x.sin(), x * 3
-        ctx.mark_non_differentiable(z)
-        ctx.save_for_backward(x)
-        return y, z
-
-    @staticmethod
-    def backward(ctx, g, _):
-        return g * ctx.saved_tensors[0].cos()
-
-
-class Power(Base):
-    @staticmethod
-    def forward(ctx, x, n, scale=2.0):
-        ctx.save_for_backward(x)
-        ctx.n, ctx.scale = n, scale
-        return x**n * scale
-
-    @staticmethod
-    def backward(ctx, g):
-        return g * ctx.n * ctx.saved_tensors[0] ** (ctx.n - 1) * ctx.scale, None, None
+Tanh = rule(torch.tanh, lambda g, y: g * (1 - y * y), output_saved, name="Tanh")
+Cube = rule(lambda x: x**3, lambda g, x: 3 * x**2 * g, name="Cube")
 
 
 class Dirty(Base):
@@ -159,126 +85,6 @@ class SavedAndWritten(Base):
         return g * ctx.saved_tensors[0]
 
 
-class Product(Base):
-    @staticmethod
-    def forward(ctx, x, w):
-        ctx.save_for_backward(x, w)
-        return x * w
-
-    @staticmethod
-    def backward(ctx, g):
-        x, w = ctx.saved_tensors
-        return (g * w if ctx.needs_input_grad[0] else None), ((g * x).sum(0) if ctx.needs_input_grad[1] else None)
-
-
-class Affine(Base):
-    @staticmethod
-    def forward(ctx, x, weight, bias=None):
-        ctx.save_for_backward(x, weight, bias)
-        y = x @ weight.T
-        return y if bias is None else y + bias
-
-    @staticmethod
-    def backward(ctx, g):
-        x, weight, bias = ctx.saved_tensors
-        return g @ weight, g.T @ x, None if bias is None else g.sum(0)
-
-
-class Embedding(Base):
-    @staticmethod
-    def forward(ctx, table, indices):
-        ctx.save_for_backward(indices)
-        ctx.shape = table.shape
-        return table[indices]
-
-    @staticmethod
-    def backward(ctx, g):
-        return torch.zeros(ctx.shape, dtype=g.dtype).index_add(0, ctx.saved_tensors[0].long(), g), None
-
-
-class Normalize(Base):
-    @staticmethod
-    def forward(ctx, x):
-        ctx.save_for_backward(x)
-        return (x - x.mean(-1, keepdim=True)) / x.std(-1, keepdim=True)
-
-    @staticmethod
-    def backward(ctx, g):
-        (x,) = ctx.saved_tensors
-        std = x.std(-1, keepdim=True)
-        y = (x - x.mean(-1, keepdim=True)) / std
-        slope = (g * y).sum(-1, keepdim=True) / (x.shape[-1] - 1)
-        return (g - g.mean(-1, keepdim=True) - y * slope) / std
-
-
-class Clip(Base):
-    @staticmethod
-    def forward(ctx, x):
-        ctx.save_for_backward(x.abs() < 0.3)
-        return x.clamp(-0.3, 0.3)
-
-    @staticmethod
-    def backward(ctx, g):
-        return torch.where(ctx.saved_tensors[0], g, 0)
-
-
-class StraightThrough(Base):
-    forward = staticmethod(lambda ctx, x: (4 * x).round())
-    backward = staticmethod(lambda ctx, g: 4 * g)
-
-
-class Reverse(Base):
-    """Returns a view of its input, and gives it another gradient than autodiff would."""
-
-    @staticmethod
-    def forward(ctx, x, alpha):
-        ctx.alpha = alpha
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx, g):
-        return -ctx.alpha * g, None
-
-
-class Same(Base):
-    forward = staticmethod(lambda ctx, x: x)
-    backward = staticmethod(lambda ctx, g: 2 * g)
-
-
-class Twice(Base):
-    @staticmethod
-    def forward(ctx, x):
-        y = x.sin()
-        ctx.save_for_backward(x)
-        return y, y
-
-    @staticmethod
-    def backward(ctx, g, h):
-        return (g + h) * ctx.saved_tensors[0].cos()
-
-
-class Nested(Base):
-    @staticmethod
-    def forward(ctx, x):
-        ctx.save_for_backward(x)
-        return Tanh.apply(x)
-
-    @staticmethod
-    def backward(ctx, g):
-        return g * (1 - Tanh.apply(ctx.saved_tensors[0]) ** 2)
-
-
-class ByVjp(Base):
-    @staticmethod
-    def forward(ctx, x):
-        ctx.save_for_backward(x)
-        return x.cos()
-
-    @staticmethod
-    def vjp(ctx, g):
-        return -g * ctx.saved_tensors[0].sin()
-
-
 class Halved(Base):
     """Has a `jvp` and a `vmap`, which are not called on the host."""
 
@@ -294,64 +100,64 @@ class Halved(Base):
     vmap = staticmethod(lambda info, in_dims, x: (Halved.apply(x), in_dims[0]))
 
 
-WEIGHT = np.random.default_rng(1).uniform(-1, 1, (4, 5))
-EXTRAS = {
-    "Power": [3],
-    "Product": [WEIGHT[0]],
-    "Affine": [WEIGHT, WEIGHT[:, 0]],
-    "Embedding": [np.array([2, 0, 2, 1], np.int32)],
-    "Reverse": [0.7],
+def sine_twice(x):
+    y = x.sin()
+    return y, y
+
+
+OWN = {
+    "tanh": Tanh,
+    "dirty": Dirty,
+    "saved_and_written": SavedAndWritten,
+    "jvp_and_vmap": Halved,
+    "a view, with another gradient": rule(lambda x: x.view_as(x), lambda g, _: -0.7 * g),
+    "one_tensor_twice": rule(sine_twice, lambda g, h, x: (g + h) * x.cos()),
 }
-FUNCTIONS = [Tanh, Cube, Two, OneOfTwo, Sort, HalfMarked, Power, Dirty, SavedAndWritten, Product, Affine, Embedding]
-FUNCTIONS += [Normalize, Clip, StraightThrough, Reverse, Same, Twice, Nested, ByVjp, Halved]
-NAMES = [function.__name__ for function in FUNCTIONS]
-
-
-def derivatives(apply: Any, name: str) -> Any:
-    """Returns a function that computes outputs and gradients."""
-
-    def total(*args: Any) -> Any:
-        outputs = apply(*args)
-        outputs = outputs if isinstance(outputs, tuple) else (outputs,)
-        used = outputs[1:] if name == "OneOfTwo" else outputs
-        terms = [(i + 1) * jnp.sin(y).sum() for i, y in enumerate(used) if jnp.issubdtype(y.dtype, jnp.inexact)]
-        return sum(terms).astype(jnp.float32), outputs
-
-    def all_of_them(*args: Any) -> Any:
-        is_float = [isinstance(x, jax.Array) and jnp.issubdtype(x.dtype, jnp.inexact) for x in args]
-        argnums = tuple(i for i, x in enumerate(is_float) if x)
-        return jax.grad(total, argnums, has_aux=True)(*args)
-
-    return all_of_them
-
-
-QUICK = [(name, "float32") for name in ("Tanh", "Cube", "OneOfTwo", "Sort", "Power", "SavedAndWritten", "Affine")]
-QUICK += [(name, "float32") for name in ("Embedding", "Twice", "Halved")] + [
-    ("Two", "float64"),
-    ("Product", "bfloat16"),
-]
+SHARED = """
+    LinearFunction LinearFunctionNoBias SeparateStyle Variadic PickLogits AppliesAnother relu mul mul_constant quantize
+    normalize log_sum_exp returned_input lookup undefined_gradients
+"""
+X = np.linspace(-0.5, 0.4, 12).reshape(4, 3)
+FUNCTIONS = {name: (function, (X,)) for name, function in OWN.items()} | {
+    name: CASES[name][:2] for name in SHARED.split()
+}
+QUICK = """
+    saved_and_written jvp_and_vmap one_tensor_twice LinearFunctionNoBias SeparateStyle PickLogits mul quantize
+    returned_input undefined_gradients
+"""
 
 
 @row("H19")
 @pytest.mark.filterwarnings("ignore:Dirty|SavedAndWritten:UserWarning")
-@cells("name, dtype", QUICK, NAMES, ["float32", "float64", "bfloat16"])
+@cells(
+    "name, dtype",
+    [*((name, "float32") for name in QUICK.split()), ("relu", "float64"), ("tanh", "bfloat16")],
+    FUNCTIONS,
+    ["float32", "float64", "bfloat16"],
+)
 def test_a_callback_equals_the_traced_function(name: str, dtype: str):
-    function = FUNCTIONS[NAMES.index(name)]
+    """Of several outputs, the first one is not used in some calls."""
+    function, args = FUNCTIONS[name]
     with jax.enable_x64(dtype == "float64"):
-        x = jnp.asarray(np.random.default_rng(0).uniform(-0.5, 0.5, (3, 2, 5)), dtype)
-        extras = [
-            jnp.asarray(v, dtype if v.dtype.kind == "f" else None) if isinstance(v, np.ndarray) else v
-            for v in EXTRAS.get(name, [])
-        ]
-        traced = derivatives(jaxfn.from_torch(function).apply, name)
-        for method in ["forward", "backward"] if name == "Tanh" else ["forward"]:
-            by_host = derivatives(host(reading(function, method)), name)
-            assert "pure_callback" in str(jax.make_jaxpr(lambda x: by_host(x, *extras))(x[:, 0]))
-            expected = jax.jit(lambda x: traced(x, *extras))(x[:, 0])
-            assert_close(by_host(x[:, 0], *extras), expected, dtype)
-            assert_close(jax.jit(lambda x: by_host(x, *extras))(x[:, 0]), expected, dtype)
-            batched = [jax.jit(jax.vmap(lambda x: f(x, *extras), 1, 1))(x) for f in (by_host, traced)]
-            assert_close(*batched, dtype)
+        for method in ["forward", "backward"] if name == "tanh" else ["forward"]:
+            by_host, arrays = of_arrays(jaxfn.from_torch(reading(function, method), fallback="callback"), args)
+            traced, _ = of_arrays(jaxfn.from_torch(function), args)
+            arrays = [jnp.asarray(x, dtype if x.dtype.kind == "f" else None) for x in arrays]
+            assert_equal_derivatives(by_host, traced, arrays, dtype)
+            if name == "undefined_gradients":
+                assert_equal_derivatives(lambda *xs: by_host(*xs)[1:], lambda *xs: traced(*xs)[1:], arrays, dtype)
+
+
+def assert_equal_derivatives(by_host: Any, traced: Any, arrays: Any, dtype: str) -> None:
+    def outputs_and_gradients(f: Any) -> Any:
+        return lambda *xs: (f(*xs), gradient_of(f, arrays)(*xs))
+
+    ours, theirs = outputs_and_gradients(by_host), jax.jit(outputs_and_gradients(traced))
+    assert "pure_callback" in str(jax.make_jaxpr(ours)(*arrays))
+    for run in (ours, jax.jit(ours)):
+        assert_close(run(*arrays), theirs(*arrays), dtype)
+    batches = [jnp.stack([x, x[::-1]] if x.ndim else [x, x], -1) for x in arrays]
+    assert_close(*(jax.jit(jax.vmap(f, -1))(*batches) for f in (ours, theirs)), dtype)
 
 
 def assert_close(results: Any, expected: Any, dtype: str) -> None:
@@ -364,19 +170,9 @@ def assert_close(results: Any, expected: Any, dtype: str) -> None:
 
 @row("H19")
 def test_complex_gradients():
-    class Square(Base):
-        @staticmethod
-        def forward(ctx, z):
-            read(z)
-            ctx.save_for_backward(z)
-            return z * z
-
-        @staticmethod
-        def backward(ctx, g):
-            return 2 * g * ctx.saved_tensors[0].conj()
-
+    square = host(reading(rule(torch.square, lambda g, z: 2 * g * z.conj())))
     z = jnp.array([1 + 2j, -0.5 + 1j])
-    for f in (host(Square), jax.jit(host(Square))):
+    for f in (square, jax.jit(square)):
 
         def first(f, z):
             return jax.grad(lambda z: jnp.real(f(f(z)) * (1 - 3j)).sum())(z)
@@ -386,19 +182,9 @@ def test_complex_gradients():
 
 @row("H19")
 def test_compiled_code_with_several_inputs_under_scan_and_checkpoint():
-    class Compiled(Product):
-        @staticmethod
-        def forward(ctx, x, w):
-            ctx.save_for_backward(x, w)
-            return outside(x * w, torch.empty_like)
-
-        @staticmethod
-        def backward(ctx, g):
-            x, w = ctx.saved_tensors
-            return (g * w if ctx.needs_input_grad[0] else None), (g * x if ctx.needs_input_grad[1] else None)
-
+    compiled = rule(lambda x, w: outside(x * w, torch.empty_like), lambda g, x, w: (g * w, g * x))
     x, w = jnp.array([1.0, -2.0, 0.5]), jnp.array([0.3, 1.1, -0.9])
-    apply = host(Compiled)
+    apply = host(compiled)
 
     def run(f, x, w):
         def step(c, _):
@@ -434,18 +220,13 @@ def test_gradients_in_shard_map(check_vma: bool):
 
 @row("H19")
 def test_random_numbers_belong_to_the_key():
-    class Drop(Base):
-        @staticmethod
-        def forward(ctx, x):
-            read(x)
-            ctx.mask = (torch.rand_like(x) > 0.5).to(x.dtype)
-            return x * ctx.mask
-
-        @staticmethod
-        def backward(ctx, g):
-            return g * ctx.mask
-
-    apply, x, key = host(Drop), jnp.arange(1.0, 33.0), jax.random.key(0)
+    drop = rule(
+        lambda x: x * (torch.rand_like(x) > 0.5).to(x.dtype),
+        lambda g, mask: g * mask,
+        lambda inputs, output: [(output != 0).to(output.dtype)],
+        name="Drop",
+    )
+    apply, x, key = host(reading(drop)), jnp.arange(1.0, 33.0), jax.random.key(0)
     state = torch.get_rng_state()
     y = apply(x, key=key)
     assert 0 < (y == 0).sum() < 32 and not (y == apply(x, key=jax.random.key(1))).all()
@@ -459,21 +240,10 @@ def test_random_numbers_belong_to_the_key():
         apply(x)
 
 
-class Positive(Base):
-    @staticmethod
-    def forward(ctx, x):
-        ctx.save_for_backward(x)
-        return x[x > 0]
-
-    @staticmethod
-    def backward(ctx, g):
-        (x,) = ctx.saved_tensors
-        return torch.zeros_like(x).masked_scatter(x > 0, g)
-
-
 @row("H19")
 def test_shapes_that_depend_on_values():
-    apply, x = host(Positive), jnp.array([1.0, -2.0, 3.0])
+    positive = rule(lambda x: x[x > 0], lambda g, x: torch.zeros_like(x).masked_scatter(x > 0, g), name="Positive")
+    apply, x = host(positive), jnp.array([1.0, -2.0, 3.0])
     with pytest.raises(Exception, match=r"the output is torch.float32\[2\] .* and was torch.float32\[3\] for others"):
         jax.jit(apply)(x).block_until_ready()
     np.testing.assert_allclose(jax.grad(lambda x: (apply(x) ** 2).sum())(x), [2, 0, 6])
@@ -485,21 +255,14 @@ def test_shapes_that_depend_on_values():
 
 @row("H19")
 def test_a_forward_that_does_not_end_on_example_values():
-    class Root(Base):
-        @staticmethod
-        def forward(ctx, x):
-            y = torch.ones_like(x)
-            while (y * y - x).abs().max() > 1e-5 or x.min() < 1:
-                y = (y + x / y) / 2
-            ctx.save_for_backward(y)
-            return y
-
-        @staticmethod
-        def backward(ctx, g):
-            return g / (2 * ctx.saved_tensors[0])
+    def forward(x):
+        y = torch.ones_like(x)
+        while (y * y - x).abs().max() > 1e-5 or x.min() < 1:
+            y = (y + x / y) / 2
+        return y
 
     x = jnp.array([2.0, 9.0])
-    apply = host(Root)
+    apply = host(rule(forward, lambda g, y: g / (2 * y), output_saved, name="Root"))
     with pytest.raises(jaxfn.TranslationError, match=r"no end after 20000 calls.*call Root.apply once outside"):
         jax.jit(apply)(x)
     np.testing.assert_allclose(apply(x), x**0.5, rtol=1e-5)
@@ -543,16 +306,7 @@ def test_a_forward_that_depends_on_state_raises(place: str, is_compiled: bool):
 @row("H19")
 @pytest.mark.parametrize("wrap", [lambda f: f, jax.jit, jax.checkpoint])
 def test_a_second_derivative_raises(wrap: Any):
-    class Compiled(Base):
-        @staticmethod
-        def forward(ctx, x):
-            ctx.save_for_backward(x)
-            return x**2
-
-        @staticmethod
-        def backward(ctx, g):
-            return 2 * g * outside(ctx.saved_tensors[0], torch.empty_like)
-
+    Compiled = rule(torch.square, lambda g, x: 2 * g * outside(x, torch.empty_like), name="Compiled")
     x = jnp.array([1.0, 2.0])
     for function in (Compiled, reading(Cube)):
         f = wrap(host(function))
@@ -590,11 +344,7 @@ def test_a_forward_that_depends_on_which_inputs_need_a_gradient(wrap: Any):
 
 @row("H19")
 def test_autocast_of_the_caller():
-    class Matmul(Base):
-        forward = staticmethod(lambda ctx, x: (read(x), x @ x.T)[1])
-        backward = staticmethod(lambda ctx, g: g)
-
-    apply, x = host(Matmul), jnp.eye(3)
+    apply, x = host(reading(function_of(lambda x: x @ x.T))), jnp.eye(3)
     for f in (apply, jax.jit(apply)):
         with torch.autocast("cpu", torch.bfloat16):
             assert f(x).dtype == jnp.bfloat16
@@ -603,21 +353,13 @@ def test_autocast_of_the_caller():
 
 @row("H19")
 def test_dtypes_without_x64():
-    class Wide(Base):
-        @staticmethod
-        def forward(ctx, x, indices):
-            read(x)
-            ctx.save_for_backward(x, indices)
-            return x.double().gather(0, indices) ** 2, indices.long() * 2**29
+    def backward(g, _, x, indices):
+        assert g.dtype == torch.float64
+        return torch.zeros_like(g).scatter_add(0, indices.long(), g * 2 * x.gather(0, indices)).to(x.dtype), None
 
-        @staticmethod
-        def backward(ctx, g, _):
-            x, indices = ctx.saved_tensors
-            assert g.dtype == torch.float64
-            return torch.zeros_like(g).scatter_add(0, indices.long(), g * 2 * x.gather(0, indices)).to(x.dtype), None
-
+    wide = rule(lambda x, i: (x.double().gather(0, i) ** 2, i.long() * 2**29), backward)
     x, indices = jnp.array([1.0, 2.0, 3.0]), jnp.array([2, 0, 2])
-    for f in (host(Wide), jax.jit(host(Wide))):
+    for f in (host(reading(wide)), jax.jit(host(reading(wide)))):
         y, multiples = f(x, indices)
         assert y.dtype == jnp.float32 and multiples.dtype == jnp.int32
         np.testing.assert_array_equal(multiples, indices * 2**29)
@@ -647,10 +389,6 @@ def test_calls_in_several_threads():
 
 @row("H19")
 def test_errors_name_the_function_and_the_line():
-    class Listed(Base):
-        forward = staticmethod(lambda ctx, x: [x * 2, x * 3])
-        backward = staticmethod(lambda ctx, *gradients: gradients[0])
-
     x = jnp.array([1.0, 2.0])
     with pytest.raises(Exception, match=r"(?s)Tanh.forward: ValueError: an infinite value.*test_callback.*raise Val"):
         jax.jit(host(reading(Tanh)))(x / 0).block_until_ready()
@@ -661,7 +399,7 @@ def test_errors_name_the_function_and_the_line():
     with pytest.raises(jaxfn.TranslationError, match="Halved.jvp is not called on the host: use reverse mode"):
         jax.jvp(host(reading(Halved)), (x,), (x,))
     with pytest.raises(jaxfn.TranslationError, match="tensors inside a list as output 0"):
-        jax.grad(lambda x: host(reading(Listed))(x)[0].sum())(x)
+        jax.grad(lambda x: host(reading(function_of(lambda x: [x * 2, x * 3])))(x)[0].sum())(x)
 
 
 @row("H19")

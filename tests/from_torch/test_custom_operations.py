@@ -13,8 +13,15 @@ torch = pytest.importorskip("torch")
 
 import jaxfn  # noqa: E402
 from jaxfn import TranslationError  # noqa: E402
-from tests.support.libraries import Jax, assert_derivatives_as_torch, assert_same, torch_library  # noqa: E402
+from tests.support.libraries import (  # noqa: E402
+    Jax,
+    assert_derivatives_as_torch,
+    assert_same,
+    make_function,
+    torch_library,
+)
 from tests.support.marks import row  # noqa: E402
+from tests.support.torch_code import Net, rule  # noqa: E402
 
 pytestmark = [
     pytest.mark.skipif(torch.__version__ < (2, 13), reason="raises, by a test in test_versions.py"),
@@ -171,18 +178,12 @@ LIBRARY.define("registered_autograd(Tensor x) -> Tensor")
 LIBRARY.impl("registered_autograd", lambda x: x.sin(), "CPU")
 
 
-class RegisteredAutograd(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x):
-        ctx.save_for_backward(x)
-        with torch._C._AutoDispatchBelowAutograd():
-            return OPS.registered_autograd(x)
-
-    @staticmethod
-    def backward(ctx, gradient):
-        return gradient * 1000 * ctx.saved_tensors[0] ** 2
+def sine_below_autograd(x):
+    with torch._C._AutoDispatchBelowAutograd():
+        return OPS.registered_autograd(x)
 
 
+RegisteredAutograd = rule(sine_below_autograd, lambda g, x: g * 1000 * x**2)
 LIBRARY.impl(
     "registered_autograd", lambda x: RegisteredAutograd.apply(x) if x.requires_grad else x.detach().sin(), "Autograd"
 )
@@ -202,19 +203,8 @@ def several_used(x, w):
 
 
 def sine(library):
-    class Sin(library.Function):
-        """Its derivative is neither the registered one nor that of sin."""
-
-        @staticmethod
-        def forward(ctx, x):
-            ctx.save_for_backward(x)
-            return library.m.sin(x)
-
-        @staticmethod
-        def backward(ctx, grad_output):
-            return grad_output * 7 * ctx.saved_tensors[0] ** 2
-
-    return Sin
+    """Its derivative is neither the registered one nor that of sin."""
+    return make_function(library, library.m.sin, lambda g, x: g * 7 * x**2)
 
 
 Sin, TorchSin = sine(Jax), sine(torch_library())
@@ -243,34 +233,12 @@ CODE = {
 
 
 def function_of(code: Any) -> Any:
-    class UsesOperation(torch.autograd.Function):
-        """Its backward has the operation as well, so that a second derivative goes through it."""
-
-        @staticmethod
-        def forward(ctx, x, w):
-            ctx.save_for_backward(x, w)
-            return code(x, w)
-
-        @staticmethod
-        def backward(ctx, gradient):
-            x, w = ctx.saved_tensors
-            return gradient * code(x, w), gradient * w
-
-    return UsesOperation
-
-
-class Module(torch.nn.Module):
-    def __init__(self, code: Any) -> None:
-        super().__init__()
-        self.code = code
-        self.w = torch.nn.Parameter(torch.tensor(ARGS[1]))
-
-    def forward(self, x):
-        return self.code(x, self.w)
+    """Its backward has the operation as well, so that a second derivative goes through it."""
+    return rule(code, lambda g, x, w: (g * code(x, w), g * w))
 
 
 def of_module(code: Any, ops: Any) -> tuple[Any, Any]:
-    module = Module(code)
+    module = Net(lambda self, x: code(x, self.w), w=torch.nn.Parameter(torch.tensor(ARGS[1])))
     net = jaxfn.from_torch(module, ops=ops)
     return (
         lambda x, w: net.apply({"w": w}, net.buffers, x)[0],
@@ -443,7 +411,7 @@ def test_operations_that_others_call(inside):
 @row("H12", "H14")
 def test_torch_is_as_it_was():
     before = torch._library.autograd._C
-    module = Module(lambda x, w: steep(x) * w)
+    module = Net(lambda self, x: steep(x) * self.w, w=torch.nn.Parameter(torch.tensor(ARGS[1])))
     net = jaxfn.from_torch(module)
     jax.grad(lambda p: net.apply(p, net.buffers, ARGS[0])[0].sum())(net.parameters)
     assert torch._library.autograd._C is before

@@ -15,6 +15,8 @@ from tests.support.marks import row, slow
 
 torch = pytest.importorskip("torch")
 
+from tests.support.torch_code import rule  # noqa: E402
+
 F = torch.nn.functional
 X = np.array([[1, 2.5, 3.25], [4, 5.75, 6]], np.float32)
 OFFSETS, WEIGHTS = torch.tensor([0]), torch.tensor([1.0, 2.0, 3.0])
@@ -137,17 +139,11 @@ def test_a_module_says_which_index_and_line():
 
 @row("H13")
 def test_a_function_that_is_applied_eagerly_raises_too():
-    class Lookup(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx, table, i):
-            ctx.save_for_backward(i)
-            ctx.size = len(table)
-            return table[i]
-
-        @staticmethod
-        def backward(ctx, g):
-            (i,) = ctx.saved_tensors
-            return g.new_zeros(ctx.size, g.shape[1]).index_add(0, i, g), None
+    Lookup = rule(
+        lambda table, i: table[i],
+        lambda g, table, i: (g.new_zeros(len(table), g.shape[1]).index_add(0, i, g), None),
+        name="Lookup",
+    )
 
     lookup = jaxfn.from_torch(Lookup).apply
     with pytest.raises(IndexError, match=r"Lookup\.forward: index 2 .* size 2"):

@@ -9,35 +9,19 @@ torch = pytest.importorskip("torch")
 import jaxfn  # noqa: E402
 from jaxfn import TranslationError  # noqa: E402
 from tests.support.marks import row  # noqa: E402
-from tests.support.torch_code import Net  # noqa: E402
+from tests.support.torch_code import Net, rule  # noqa: E402
 
 nn, F = torch.nn, torch.nn.functional
 
 
-class Every2nd(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, w):
-        ctx.save_for_backward(w)
-        return w.as_strided((4,), (2,)).clone()
-
-    @staticmethod
-    def backward(ctx, grad):
-        (w,) = ctx.saved_tensors
-        return torch.zeros_like(w).as_strided_scatter(grad, (4,), (2,))
-
-
-class ReadsMemoryOfSaved(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, w):
-        ctx.save_for_backward(w)
-        return w.sum()
-
-    @staticmethod
-    def backward(ctx, grad):
-        (w,) = ctx.saved_tensors
-        return grad * w.as_strided((4,), (2,)).sum() * torch.ones_like(w)
-
-
+Every2nd = rule(
+    lambda w: w.as_strided((4,), (2,)).clone(),
+    lambda g, w: torch.zeros_like(w).as_strided_scatter(g, (4,), (2,)),
+    name="Every2nd",
+)
+ReadsMemoryOfSaved = rule(
+    torch.sum, lambda g, w: g * w.as_strided((4,), (2,)).sum() * torch.ones_like(w), name="ReadsMemoryOfSaved"
+)
 READS_MEMORY = {
     "directly": (
         lambda self, x: (self.w * x).as_strided((4,), (2,)).sum(),
@@ -77,23 +61,13 @@ def test_memory_of_a_parameter_is_read_only_where_it_is_in_JAXs_order(name):
     assert value_and_gradients(net)[0] == expected.item()
 
 
-class ReturnsTransposed(torch.autograd.Function):
-    forward = staticmethod(lambda ctx, x: (2 * x).t())
-    backward = staticmethod(lambda ctx, gradient: 2 * gradient.t())
-
-
-class StoresTransposed(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x):
-        ctx.save_for_backward(x.t())
-        return x.sum()
-
-    @staticmethod
-    def backward(ctx, grad):
-        (y,) = ctx.saved_tensors
-        return grad * y.as_strided((3, 4), (4, 1))
-
-
+ReturnsTransposed = rule(lambda x: (2 * x).t(), lambda g, _: 2 * g.t(), name="ReturnsTransposed")
+StoresTransposed = rule(
+    torch.sum,
+    lambda g, y: g * y.as_strided((3, 4), (4, 1)),
+    lambda inputs, _: [inputs[0].t()],
+    name="StoresTransposed",
+)
 # What is read, from which memory.
 IN_ANOTHER_ORDER = {
     "a transposed argument": lambda x: Every2nd.apply(x.t()),
@@ -116,9 +90,7 @@ def test_memory_in_another_order_is_not_read_across_a_Function(read):
         jax.grad(net)(np.arange(12, dtype=np.float32).reshape(3, 4))
 
 
-class ReadsMemoryOfGradient(torch.autograd.Function):
-    forward = staticmethod(lambda ctx, x: x + 0)
-    backward = staticmethod(lambda ctx, gradient: gradient.as_strided((4, 3), (3, 1)))
+ReadsMemoryOfGradient = rule(lambda x: x + 0, lambda g, _: g.as_strided((4, 3), (3, 1)), name="ReadsMemoryOfGradient")
 
 
 @row("I2")

@@ -471,8 +471,15 @@ def hvp_inside(module, x):
     return torch.autograd.functional.hvp(lambda a: ((a @ module.w) ** 3).sum(), x, x, create_graph=True)
 
 
-@row("I2")
-@pytest.mark.parametrize("forward", [jacobian_inside(True), jacobian_inside(False), vjp_inside, hvp_inside])
+def penalty_inside(module, x):
+    (slope,) = torch.autograd.grad((x @ module.w).tanh().sum(), x, create_graph=True)
+    return (slope**2).sum()
+
+
+@row("I2", "H15")
+@pytest.mark.parametrize(
+    "forward", [jacobian_inside(True), jacobian_inside(False), vjp_inside, hvp_inside, penalty_inside]
+)
 def test_gradients_by_arguments_through_gradients_inside(forward):
     module = Weighted(forward)
     net, x = jaxfn.from_torch(Weighted(forward)), X.clone().requires_grad_()

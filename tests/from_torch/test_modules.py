@@ -32,7 +32,7 @@ from tests.support.module_checks import (  # noqa: E402
     weights_for,
 )
 from tests.support.runs import noting_runs  # noqa: E402
-from tests.support.torch_code import Net  # noqa: E402
+from tests.support.torch_code import Net, rule  # noqa: E402
 
 nn, F = torch.nn, torch.nn.functional
 
@@ -279,16 +279,7 @@ def test_the_code_runs_once_for_its_shapes():
     """Eagerly, under jit and in every derivative, in whatever order the parameters' dict is."""
     note, runs = noting_runs()
 
-    class Counted(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx, x):
-            note("forward")
-            return x.round()
-
-        @staticmethod
-        def backward(ctx, grad_output):
-            note("backward")
-            return grad_output
+    Counted = rule(lambda x: note("forward") or x.round(), lambda g, _: note("backward") or g)
 
     def forward(module, x):
         note("module")

@@ -18,6 +18,9 @@ from tests.support.beside_torch import assert_same_as_torch
 from tests.support.marks import cells, row, slow
 
 torch = pytest.importorskip("torch")
+
+from tests.support.torch_code import function_of, rule  # noqa: E402
+
 functional = torch.nn.functional
 
 X = np.linspace(-2, 2.3, 5).astype(np.float32)
@@ -118,27 +121,26 @@ def test_integers_of_64_bits_without_x64(name: str):
 
 
 @row("H13")
-@pytest.mark.parametrize("operation", ["mul", "sort", "shift"])
-def test_int64_integers_that_are_returned_raise(operation: str):
-    def code(n: Any) -> Any:
-        n = n.long() << 40 if operation == "shift" else n.long() * 73856093
-        return torch.sort(n)[0] if operation == "sort" else n
-
+@pytest.mark.parametrize(
+    "code",
+    [
+        lambda n: n.long() * 73856093,
+        lambda n: torch.sort(n.long() * 73856093)[0],
+        lambda n: n.long() << 40,
+        lambda n: torch.full((60,), torch.iinfo(torch.int64).max) + 0 * n,
+        lambda n: torch.tensor(2**40) + n.long(),
+        lambda n: n.long() + 2**33,
+    ],
+    ids=["mul", "sort", "shift", "full", "tensor", "plus"],
+)
+def test_int64_integers_that_are_returned_raise(code: Any):
     with pytest.raises(jaxfn.TranslationError, match=r"(?s)test_numbers.*needs 64 bits.*enable_x64"):
         jaxfn.from_torch(code)(BITS)
     with jax.enable_x64(True):
         np.testing.assert_array_equal(jaxfn.from_torch(code)(BITS), code(torch.tensor(BITS)))
 
 
-class TakesHash(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x, h):
-        ctx.save_for_backward(h)
-        return x.sin()
-
-    @staticmethod
-    def backward(ctx, g):
-        return g * (ctx.saved_tensors[0] % 7), None
+TakesHash = rule(lambda x, h: x.sin(), lambda g, _, h: (g * (h % 7), None))
 
 
 @row("H13")
@@ -279,13 +281,11 @@ def test_a_function_of_the_old_style():
 
 @row("H4")
 def test_a_function_in_torch_names_the_line_that_called_it():
-    class Prints(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx: Any, x: Any) -> Any:
-            return torch.distributions.Categorical(logits=x).enumerate_support().float() * torch.tensor(x.numpy())
+    def code(x: Any) -> Any:
+        return torch.distributions.Categorical(logits=x).enumerate_support().float() * torch.tensor(x.numpy())
 
-    with pytest.raises(jaxfn.TranslationError, match=r"Prints: .*`.numpy\(\)`(?s:.*)test_numbers"):
-        jax.jit(jaxfn.from_torch(Prints).apply)(X)
+    with pytest.raises(jaxfn.TranslationError, match=r"Runs: .*`.numpy\(\)`(?s:.*)test_numbers"):
+        jax.jit(jaxfn.from_torch(function_of(code)).apply)(X)
 
 
 # --- Functions that are replaced as a whole.

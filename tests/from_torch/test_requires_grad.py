@@ -13,21 +13,14 @@ torch = pytest.importorskip("torch")
 import jaxfn  # noqa: E402
 from tests.support.libraries import Jax, assert_derivatives_as_torch, assert_same, loss, torch_library  # noqa: E402
 from tests.support.marks import row  # noqa: E402
+from tests.support.torch_code import rule  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("double_precision")
 
 X = np.linspace(-1.3, 1.7, 5)
 
 
-class Steep(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x):
-        ctx.save_for_backward(x)
-        return torch.sin(x)
-
-    @staticmethod
-    def backward(ctx, gradient):
-        return gradient * 100 * ctx.saved_tensors[0] ** 3
+Steep = rule(torch.sin, lambda g, x: g * 100 * x**3)
 
 
 def an_argument(x):

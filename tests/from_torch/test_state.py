@@ -404,8 +404,15 @@ class Around:
     inner: Config
 
 
+@dataclasses.dataclass(slots=True)
+class Slots:
+    scale: float
+
+
+# What a module, or a parameter, holds, and the object in it that changes.
 SHAPES = {
     "namespace": (types.SimpleNamespace(scale=2.0), lambda held: held),
+    "slots": (Slots(2.0), lambda held: held),
     "in a tuple in a list": ([(Config(2.0),)], lambda held: held[0][0]),
     "in a dict": ({"a": Config(2.0)}, lambda held: held["a"]),
     "in a frozen dataclass": (Around(Config(2.0)), lambda held: held.inner),
@@ -413,11 +420,16 @@ SHAPES = {
 }
 
 
+@pytest.mark.parametrize("owner", ["module", "parameter"])
 @pytest.mark.parametrize("name", SHAPES)
-@row("I4")
-def test_a_changed_plain_object_is_seen(name):
+@row("I4", "I8")
+def test_a_changed_plain_object_is_seen(name, owner):
     held, config = SHAPES[name]
-    module = Net(lambda self, x: x * config(self.config).scale, config=held)
+    module = Net(
+        lambda self, x: x * config((self if owner == "module" else self.weight).config).scale,
+        weight=nn.Parameter(torch.ones(2)),
+    )
+    (module if owner == "module" else module.weight).config = held
     net = jaxfn.from_torch(module)
     for scale in (2.0, 3.0, 2.0):
         config(held).scale = scale

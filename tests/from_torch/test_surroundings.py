@@ -25,6 +25,7 @@ from torch.overrides import handle_torch_function, has_torch_function_unary  # n
 import jaxfn  # noqa: E402
 from tests.support.libraries import assert_derivatives_as_torch  # noqa: E402
 from tests.support.marks import cells, row  # noqa: E402
+from tests.support.torch_code import Net, rule  # noqa: E402
 
 nn = torch.nn
 X = np.array([-1.6, 0.3, 2.5, 0.7], np.float32)
@@ -142,6 +143,7 @@ def test_autograd_inside_runs_backward_in_its_own_settings():
 OUTSIDE = torch.ones(2, 2)
 READS_OUTSIDE = {
     "values": lambda: OUTSIDE[0, 0],
+    "values by asarray": lambda: torch.asarray(OUTSIDE)[0, 0],
     "a number": lambda: float(OUTSIDE[0, 0]),
     "a branch": lambda: 2 if OUTSIDE[0, 0] > 2 else 3,
     "values by an operation without a translation": lambda: torch.linalg.ldl_factor(OUTSIDE[:1, :1])[0][0, 0],
@@ -158,17 +160,7 @@ def with_a_gradient_inside(apply):
 
 
 def in_a_function(run):
-    class Outer(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx, x):
-            ctx.save_for_backward(x)
-            return run(x) * (2 if x.sum() > 0 else 3)
-
-        @staticmethod
-        def backward(ctx, grad):
-            return grad * run(ctx.saved_tensors[0])
-
-    return Outer
+    return rule(lambda x: run(x) * (2 if x.sum() > 0 else 3), lambda g, x: g * run(x))
 
 
 SURROUNDINGS = {
@@ -190,22 +182,14 @@ SURROUNDINGS = {
         ("values by an operation without a translation", "in a Function that reads values"),
         ("a number", "with a gradient, in a Function that reads values"),
         ("a branch", "alone"),
-        ("values", "in a Function that reads values"),
+        ("values by asarray", "in a Function that reads values"),
     ],
     READS_OUTSIDE,
     SURROUNDINGS,
 )
 def test_a_function_inside_sees_new_values_of_a_tensor_outside(read: str, surroundings: str):
-    class Scale(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx, x):
-            ctx.save_for_backward(x)
-            return x * x * READS_OUTSIDE[read]()
-
-        @staticmethod
-        def backward(ctx, grad):
-            return 2 * grad * ctx.saved_tensors[0] * READS_OUTSIDE[read]()
-
+    value_outside = READS_OUTSIDE[read]
+    Scale = rule(lambda x: x * x * value_outside(), lambda g, x: 2 * g * x * value_outside())
     code = SURROUNDINGS[surroundings](lambda x: Scale.apply(x))
     run, converted = (getattr(x, "apply", x) for x in (code, jaxfn.from_torch(code)))
     for value in (2.0, 3.0, 2.0, 5.0):
@@ -236,16 +220,11 @@ def flags(**changed: Any):
         FLAGS.update(before)
 
 
-class Quantize(torch.autograd.Function):
-    factor = 1.0
-
-    @staticmethod
-    def forward(ctx, x):
-        return (x.round() if FLAGS["quantize"] else x * 1) * Quantize.factor
-
-    @staticmethod
-    def backward(ctx, grad):
-        return grad * FLAGS["scale"] * Quantize.factor
+Quantize = rule(
+    lambda x: (x.round() if FLAGS["quantize"] else x * 1) * Quantize.factor,
+    lambda g, _: g * FLAGS["scale"] * Quantize.factor,
+)
+Quantize.factor = 1.0
 
 
 class ByConfiguration(torch.autograd.Function):
@@ -259,15 +238,10 @@ class ByConfiguration(torch.autograd.Function):
         return grad * ctx.bits, None
 
 
-class QuantizingNet(nn.Module):
-    def forward(self, x):
-        return Quantize.apply(x)
-
-
 CONVERTED = {
     "Function": lambda: jaxfn.from_torch(Quantize).apply,
     "function": lambda: jaxfn.from_torch(lambda x: Quantize.apply(x)),
-    "module": lambda: jaxfn.from_torch(QuantizingNet()),
+    "module": lambda: jaxfn.from_torch(Net(lambda self, x: Quantize.apply(x))),
 }
 
 
@@ -376,23 +350,11 @@ KINDS = ["Function", "function", "module"]
 def test_state_of_every_kind_may_change_between_calls(name: str, kind: str):
     read, write = STATE[name]
 
-    class Scale(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx, x):
-            return x * read()
-
-        @staticmethod
-        def backward(ctx, grad):
-            return grad * read()
-
-    class Net(nn.Module):
-        def forward(self, x):
-            return Scale.apply(x)
-
+    Scale = rule(lambda x: x * read(), lambda g, _: g * read())
     run = {
         "Function": jaxfn.from_torch(Scale).apply,
         "function": jaxfn.from_torch(lambda x: x * read()),
-        "module": jaxfn.from_torch(Net()),
+        "module": jaxfn.from_torch(Net(lambda self, x: Scale.apply(x))),
     }[kind]
     for value in (2.0, 3.0, 2.0):
         write(value)
@@ -412,41 +374,23 @@ def test_an_equal_complex_number_is_not_traced_again(capsys: pytest.CaptureFixtu
     assert capsys.readouterr().out == "traced\n"
 
 
-@row("I8")
-@pytest.mark.parametrize("make", [Slots, Configuration, lambda: types.SimpleNamespace(value=2.0)])
-@pytest.mark.parametrize("owner", ["module", "parameter"])
-def test_an_object_of_a_module_or_parameter_may_change_between_calls(make: Any, owner: str):
-    class Net(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.weight = nn.Parameter(torch.ones(4))
+class ByStateLater(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, config):
+        ctx.config = config
+        return x * config.factor
 
-        def forward(self, x):
-            return x * self.weight * (self if owner == "module" else self.weight).settings.value
-
-    module = Net()
-    (module if owner == "module" else module.weight).settings = settings = make()
-    net = jaxfn.from_torch(module)
-    for settings.value in (2.0, 3.0):
-        np.testing.assert_allclose(net(X), X * settings.value, rtol=1e-6)
+    @staticmethod
+    def backward(ctx, grad):
+        return grad * FLAGS["scale"] * ctx.config.factor, None
 
 
 @row("H23")
 def test_an_object_on_ctx_may_change_before_backward():
-    class Configured(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx, x, config):
-            ctx.config = config
-            return x * config.factor
-
-        @staticmethod
-        def backward(ctx, grad):
-            return grad * ctx.config.factor, None
-
     config = types.SimpleNamespace()
     for scale in (3.0, 4.0, 3.0, 5.0):
         config.factor = 2.0
-        y, pullback = jax.vjp(lambda x: jaxfn.from_torch(Configured).apply(x, config), 1.0)
+        y, pullback = jax.vjp(lambda x: jaxfn.from_torch(ByStateLater).apply(x, config), 1.0)
         config.factor = scale
         assert (y, pullback(1.0)[0]) == (2, scale)
 
@@ -469,17 +413,6 @@ def test_forward_mode_belongs_to_the_call():
     assert jax.jvp(jaxfn.from_torch(run), (1.0,), (1.0,))[1] == 2
 
 
-class ByStateLater(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x, config):
-        ctx.config = config
-        return x * 1
-
-    @staticmethod
-    def backward(ctx, grad):
-        return grad * FLAGS["scale"] * ctx.config.factor, None
-
-
 @row("H23")
 @pytest.mark.parametrize("make", [types.SimpleNamespace, nn.Module], ids=["compared", "not compared"])
 def test_autograd_inside_runs_backward_in_the_state_there(make: Any):
@@ -500,14 +433,7 @@ def test_autograd_inside_runs_backward_in_the_state_there(make: Any):
 
 @row("H23")
 def test_autograd_inside_raises_if_backward_needs_values_and_the_state_has_changed():
-    class Branches(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx, x):
-            return x * 1
-
-        @staticmethod
-        def backward(ctx, grad):
-            return grad * FLAGS["scale"] if grad.sum() > 0 else grad
+    Branches = rule(lambda x: x * 1, lambda g, _: g * FLAGS["scale"] if g.sum() > 0 else g, name="Branches")
 
     class Outer(torch.autograd.Function):
         @staticmethod
@@ -609,12 +535,11 @@ def test_a_list_on_ctx_is_that_of_the_call(kind: Any):
 @row("L4")
 @pytest.mark.parametrize("kind", [list, collections.deque])
 def test_what_a_function_or_module_appends_to_a_list_is_seen_after_the_call(kind: Any):
-    class Net(nn.Module):
-        def forward(self, x, log):
-            log.append(1)
-            return x * len(log)
+    def appending(self, x, log):
+        log.append(1)
+        return x * len(log)
 
-    for run in (jaxfn.from_torch(Net()), jaxfn.from_torch(lambda x, log: Net()(x, log))):
+    for run in (jaxfn.from_torch(Net(appending)), jaxfn.from_torch(lambda x, log: Net(appending)(x, log))):
         log = kind()
         for expected in (1, 2, 3):
             np.testing.assert_allclose(run(X, log), X * expected)
@@ -778,19 +703,14 @@ class Weighted(torch.autograd.Function):
         return grad * getattr(w, "scale", 1.0), grad
 
 
-class Net(nn.Module):
-    def __init__(self, rule):
-        super().__init__()
-        self.rule = rule
-        self.weight, self.other = (nn.Parameter(torch.tensor(X * factor)) for factor in (1, 2))
+class Known(Net):
+    def __init__(self, run):
+        super().__init__(run, weight=nn.Parameter(torch.tensor(X)), other=nn.Parameter(torch.tensor(X * 2)))
         self.weight.scale = 4.0
         self.register_buffer("running", torch.tensor(X + 1))
         self.running.scale = 5.0
         self.rates, self.rates_by_id = {self.weight: 6.0}, {id(self.weight): 7.0}
         self.group = {self.other}
-
-    def forward(self, x):
-        return self.rule(self, x)
 
 
 KNOWN = {
@@ -811,7 +731,7 @@ KNOWN = {
 @TRANSFORMS
 @pytest.mark.parametrize("name", [*KNOWN])
 def test_a_parameter_is_known_as_in_torch(name: str, transform: Any, monkeypatch: pytest.MonkeyPatch):
-    module = Net(KNOWN[name])
+    module = Known(KNOWN[name])
     monkeypatch.setitem(RATES, module.weight, 8.0)
     monkeypatch.setitem(RATES_BY_ID, id(module.other), 9.0)
     net, x = jaxfn.from_torch(module), X + 2
@@ -838,14 +758,14 @@ class Adding(nn.Parameter):
 
 @row("I8")
 def test_a_subclass_of_parameter_has_its_methods():
-    module = Net(lambda net, x: x * net.own.twice() * (2 if isinstance(net.own, Doubling) else 3))
+    module = Known(lambda net, x: x * net.own.twice() * (2 if isinstance(net.own, Doubling) else 3))
     module.own = Doubling(torch.tensor(X))
     np.testing.assert_allclose(jaxfn.from_torch(module)(X), numbers(module(torch.tensor(X))), rtol=1e-6)
 
 
 @row("I8")
 def test_a_subclass_that_redefines_methods_of_tensors_raises():
-    module = Net(lambda net, x: net.own * x)
+    module = Known(lambda net, x: net.own * x)
     module.own = Adding(torch.tensor(X))
     with pytest.raises(jaxfn.TranslationError, match="own is a Adding, which redefines __mul__ of torch.Tensor"):
         jaxfn.from_torch(module)(X)
@@ -858,10 +778,10 @@ def sets_an_attribute(net, x):
 
 @row("I8")
 def test_an_attribute_that_is_set_raises():
-    module = Net(sets_an_attribute)
-    with pytest.raises(jaxfn.TranslationError, match="Net sets the attribute 'seen' of weight"):
+    module = Known(sets_an_attribute)
+    with pytest.raises(jaxfn.TranslationError, match="Known sets the attribute 'seen' of weight"):
         jaxfn.from_torch(module)(X)
-    module = Net(KNOWN["Function"])
+    module = Known(KNOWN["Function"])
     module.weight.main_grad = None
     net = jaxfn.from_torch(module)
     with pytest.raises(jaxfn.TranslationError, match="Weighted sets the attribute 'main_grad' of weight"):
@@ -871,24 +791,16 @@ def test_an_attribute_that_is_set_raises():
 # --- Masks without dimensions.
 
 
-class StraightThrough(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x):
-        ctx.save_for_backward(x)
-        return x.sign()
-
-    @staticmethod
-    def backward(ctx, grad):
-        (x,) = ctx.saved_tensors
-        grad = grad.clone()
-        grad[x.abs() > 1] = 0
-        return grad
+def zero_beyond_one(grad, x):
+    grad = grad.clone()
+    grad[x.abs() > 1] = 0
+    return grad
 
 
 @row("H3")
 @TRANSFORMS
 def test_a_mask_of_a_scalar(transform: Any):
-    apply = jaxfn.from_torch(StraightThrough).apply
+    apply = jaxfn.from_torch(rule(torch.sign, zero_beyond_one)).apply
     np.testing.assert_array_equal(transform(jax.vmap(jax.grad(apply)))(jnp.array([0.5, 2.0])), [1, 0])
     assert transform(jax.grad(apply))(2.0) == 0
 
@@ -926,23 +838,3 @@ def equation(x):
 @pytest.mark.parametrize("run", [penalty, equation])
 def test_a_gradient_inside_by_an_argument(run: Any):
     assert_derivatives_as_torch(jaxfn.from_torch(run), run, [X.astype(float)])
-
-
-@row("H15")
-def test_a_gradient_inside_a_module_by_its_argument():
-    class Penalty(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.layers = nn.Sequential(nn.Linear(4, 3), nn.Tanh(), nn.Linear(3, 1))
-
-        def forward(self, x):
-            (slope,) = torch.autograd.grad(self.layers(x).sum(), x, create_graph=True)
-            return (slope**2).sum()
-
-    module = Penalty()
-    net, x = jaxfn.from_torch(module), torch.tensor(X, requires_grad=True)
-    expected = torch.autograd.grad(module(x), [x, *module.parameters()], allow_unused=True)
-    found = jax.grad(lambda x, p: net.apply(p, {}, x)[0], (0, 1))(jnp.asarray(X), net.parameters)
-    for name, gradient in zip(dict(module.named_parameters()), expected[1:], strict=True):
-        np.testing.assert_allclose(found[1][name], 0 if gradient is None else gradient, rtol=1e-4, atol=1e-6)
-    np.testing.assert_allclose(found[0], expected[0], rtol=1e-4, atol=1e-6)

@@ -17,7 +17,8 @@ from tests.support.marks import cells, row
 
 torch = pytest.importorskip("torch")
 
-from tests.support.reading_functions import INPUTS, counting, in_jax, in_torch, scaled_by_item, simple  # noqa: E402
+from tests.support.reading_functions import INPUTS, counting, in_jax, in_torch, scaled_by_item  # noqa: E402
+from tests.support.torch_code import Net, function_of, rule  # noqa: E402
 
 
 class Quantizes(torch.autograd.Function):
@@ -44,10 +45,10 @@ def numbers_as_arguments(x):
 
 
 NUMBERS = {
-    "scaled_by_item": simple(scaled_by_item, lambda x, g: g * x.cos() * x.abs().max().item()),
+    "scaled_by_item": rule(scaled_by_item, lambda g, x: g * x.cos() * x.abs().max().item()),
     "Quantizes": Quantizes,
-    "numbers_as_arguments": simple(
-        numbers_as_arguments, lambda x, g: torch.where(x > 0, g * x, (g * x).sum().item() ** 2)
+    "numbers_as_arguments": rule(
+        numbers_as_arguments, lambda g, x: torch.where(x > 0, g * x, (g * x).sum().item() ** 2)
     ),
 }
 
@@ -83,10 +84,7 @@ def test_numbers_have_the_lowest_priority_in_promotion(is_on: bool):
             *(torch.full((2,), n, dtype=torch.float16), x.to(torch.int32) - k, (n * 3 + k - 1e-9) / 7 * x.double()),
         )
 
-    class Combines(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx: Any, x: Any) -> Any:
-            return combined(x, x.double().mean().item(), (x > 1).sum().item())
+    Combines = function_of(lambda x: combined(x, x.double().mean().item(), (x > 1).sum().item()), name="Combines")
 
     with jax.enable_x64(is_on):
         for dtype in ("float32", "bfloat16", "int32", "uint8"):
@@ -163,7 +161,7 @@ def shapes(x: Any) -> Any:
     ids=lambda code: code.__name__,
 )
 def test_other_uses_of_numbers_read_them(code: Any):
-    F = jaxfn.from_torch(simple(code, lambda x, g: g))
+    F = jaxfn.from_torch(function_of(code))
     for values in INPUTS[::2]:
         x = np.array(values, np.float32)
         np.testing.assert_allclose(F.apply(x), code(torch.tensor(x)), rtol=1e-5)
@@ -182,7 +180,7 @@ def test_comparisons_of_numbers_are_read_as_conditions():
             raise ValueError("too large")
         return x * (n if n > 1 else 2 * n)
 
-    F, runs = counting(simple(branches, lambda x, g: g))
+    F, runs = counting(function_of(branches))
     for i in range(1, 40):
         np.testing.assert_allclose(
             F.apply(jnp.array([i / 20, 0.0])), [i * i / 400 * (2 if i <= 20 else 1), 0], rtol=1e-6
@@ -190,7 +188,7 @@ def test_comparisons_of_numbers_are_read_as_conditions():
     assert runs.count("forward") == 2
     with pytest.raises(ValueError, match="too large"):
         F.apply(jnp.array([1e7]))
-    checked = jaxfn.from_torch(simple(lambda x: checked_by_item(x) * x, lambda x, g: g))
+    checked = jaxfn.from_torch(function_of(lambda x: checked_by_item(x) * x))
     with pytest.warns(UserWarning, match="a check of values is skipped(?s:.*)if n != n or n > 1e6"):
         np.testing.assert_array_equal(jax.jit(checked.apply)(jnp.array([3.0, 1])), [9, 3])
 
@@ -225,30 +223,23 @@ def test_numbers_have_no_derivative_in_forward_mode():
 
 @row("H22")
 def test_numbers_in_modules_python_functions_nested_functions_and_autograd():
-    class Model(torch.nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.weight = torch.nn.Parameter(torch.tensor([1.0, 2, 3]))
-
-        def forward(self, x: Any) -> Any:
-            n = (self.weight * x).max().item()
-            return scaled_by_item(self.weight * n) + Quantizes.apply(x / n)
+    def run(self, x: Any) -> Any:
+        n = (self.weight * x).max().item()
+        return scaled_by_item(self.weight * n) + Quantizes.apply(x / n)
 
     def differentiates(x: Any) -> Any:
         with torch.enable_grad():
             z, n = x.detach().requires_grad_(), x.max().item()
             return torch.autograd.grad((z.add(z * z, alpha=n) * n).sum(), z)[0]
 
-    model, x = Model(), np.array([0.5, -2, 1.5], np.float32)
+    model, x = Net(run, weight=torch.nn.Parameter(torch.tensor([1.0, 2, 3]))), np.array([0.5, -2, 1.5], np.float32)
     net = jaxfn.from_torch(model)
     tensor = torch.tensor(x, requires_grad=True)
     expected = torch.autograd.grad(model(tensor).sum(), [model.weight, tensor])
     got = jax.jit(jax.grad(lambda p, x: net.apply(p, net.buffers, x)[0].sum(), (0, 1)))(net.parameters, x)
     for gradient, reference in zip((got[0]["weight"], got[1]), expected, strict=True):
         np.testing.assert_allclose(gradient, reference, rtol=1e-5)
-    np.testing.assert_allclose(
-        jaxfn.from_torch(simple(differentiates, lambda x, g: g)).apply(x), differentiates(torch.tensor(x))
-    )
+    np.testing.assert_allclose(jaxfn.from_torch(function_of(differentiates)).apply(x), differentiates(torch.tensor(x)))
 
 
 @row("H22")
@@ -257,15 +248,10 @@ def test_integers_that_may_need_more_than_64_bits_are_read():
         k = x.amin().item()
         return x * ((k - 1) / 2.0**60) + (-k) / 2.0**60, x * (2 * k / 2.0**60), torch.full((2,), 2**62) / (k * 1.0)
 
-    class Far(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx: Any, x: Any) -> Any:
-            return far(x)
-
     with jax.enable_x64(True):
         for values in ([-(2**63), 5], [2**62, 2**62 + 1]):
             x = np.array(values)
-            for got, expected in zip(jaxfn.from_torch(Far).apply(x), far(torch.tensor(x)), strict=True):
+            for got, expected in zip(jaxfn.from_torch(function_of(far)).apply(x), far(torch.tensor(x)), strict=True):
                 np.testing.assert_allclose(got, expected, rtol=1e-6)
 
 
@@ -277,13 +263,13 @@ def test_numbers_that_are_stored_or_that_compiled_code_does_not_take_are_read():
         stored.append(x.max().item() * 2)
         return x * stored[-1] + len(json.dumps(stored[-1]))
 
-    F = jaxfn.from_torch(simple(stores, lambda x, g: g * stored[-1]))
+    F = jaxfn.from_torch(rule(stores, lambda g, _: g * stored[-1]))
     for largest in (0.5, 1.5):
         output, pull = jax.vjp(F.apply, jnp.array([largest, 0]))
         np.testing.assert_allclose(output[0], 2 * largest**2 + 3)
         np.testing.assert_allclose(pull(jnp.ones(2))[0], 2 * largest)
         assert stored[-1] == 2 * largest
-    appends = jaxfn.from_torch(simple(lambda x: (stored.append(x.max().item()), x)[1], lambda x, g: g))
+    appends = jaxfn.from_torch(function_of(lambda x: (stored.append(x.max().item()), x)[1]))
     with pytest.raises(jaxfn.TranslationError, match="stores a number, the `.item... of a tensor"):
         jax.jit(appends.apply)(jnp.ones(2))
     for use in (lambda: float(stored[-1]), lambda: stored[-1] * 2, lambda: repr(stored)):
@@ -297,7 +283,7 @@ def test_code_that_compares_types_reads_numbers():
         n = x.max().item()
         return x * n if type(n) is float else -x
 
-    F, x = jaxfn.from_torch(simple(by_type, lambda x, g: g)), jnp.array([0.5, 2.0])
+    F, x = jaxfn.from_torch(function_of(by_type)), jnp.array([0.5, 2.0])
     for values in (x, 3 * x):
         np.testing.assert_allclose(F.apply(values), by_type(torch.tensor(np.asarray(values))))
     with pytest.raises(jaxfn.TranslationError, match="as a number"):

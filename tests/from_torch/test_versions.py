@@ -21,7 +21,7 @@ torch = pytest.importorskip("torch")
 import jaxfn  # noqa: E402
 from jaxfn import TranslationError  # noqa: E402
 from jaxfn._torch.convert import self_test  # noqa: E402
-from tests.support.torch_code import Net, function_of  # noqa: E402
+from tests.support.torch_code import Net, function_of, rule  # noqa: E402
 
 
 @pytest.fixture
@@ -156,19 +156,12 @@ class RoundBySuper(Round):
         return super().apply(*args)
 
 
-class Undefined(torch.autograd.Function):
-    """Its gradient is another one where an output has none."""
-
-    @staticmethod
-    def forward(ctx, x):
-        ctx.set_materialize_grads(False)
-        ctx.save_for_backward(x)
-        return 2 * x, x * x
-
-    @staticmethod
-    def backward(ctx, of_double, of_square):
-        (x,) = ctx.saved_tensors
-        return (7 * x if of_double is None else 3 * of_double) + (11 * x if of_square is None else x * of_square)
+# Its gradient is another one where an output has none.
+Undefined = rule(
+    lambda x: (2 * x, x * x),
+    lambda g, h, x: (7 * x if g is None else 3 * g) + (11 * x if h is None else x * h),
+    materialize=False,
+)
 
 
 round_taken, separate_taken, undefined_taken = Round.apply, SeparateRound.apply, Undefined.apply
@@ -187,18 +180,7 @@ APPLIED = {
 
 
 def inside_forward(apply):
-    class Outer(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx, x):
-            y = apply(x)
-            ctx.save_for_backward(x, y)
-            return x.clone()
-
-        @staticmethod
-        def backward(ctx, g):
-            return g * ctx.saved_tensors[1]
-
-    return Outer
+    return rule(lambda x: x.clone(), lambda g, y: g * y, lambda inputs, _: [apply(*inputs)])
 
 
 def inside_backward(apply):
@@ -294,16 +276,7 @@ class SeparateInPlace(torch.autograd.Function):
         return 5 * ctx.scale * of_written + 7 * of_other, None
 
 
-class Marking(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x):
-        rounded = x.round()
-        ctx.mark_non_differentiable(rounded)
-        return 2 * x, rounded
-
-    @staticmethod
-    def backward(ctx, grad_output, _):
-        return 3 * grad_output
+Marking = rule(lambda x: (2 * x, x.round()), lambda g, *_: 3 * g, marked=1)
 
 
 class Closing(torch.autograd.Function):
@@ -424,23 +397,17 @@ def test_a_function_that_a_module_applies_has_its_rule(where, how):
     np.testing.assert_allclose(jax.grad(total)(at), curvature.numpy(), rtol=1e-5)
 
 
-class Masked(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x):
-        mask = torch.rand_like(x) + 0.5
-        ctx.save_for_backward(mask)
-        return x * mask
-
-    @staticmethod
-    def backward(ctx, g):
-        return g * ctx.saved_tensors[0]
+def masked(x):
+    mask = torch.rand_like(x) + 0.5
+    return x * mask, mask
 
 
+Masked = rule(masked, lambda g, _, mask: g * mask, lambda inputs, outputs: outputs[1:])
 masked_taken = Masked.apply
 # A call, and the ratio of its slope and its value.
 NOT_REPEATABLE = {
-    "draws": (lambda x: Masked.apply(x), lambda x: 1 / x),
-    "draws, taken before": (masked_taken, lambda x: 1 / x),
+    "draws": (lambda x: Masked.apply(x)[0], lambda x: 1 / x),
+    "draws, taken before": (lambda x: masked_taken(x)[0], lambda x: 1 / x),
     "mutates": (lambda x: InPlace.apply(x.clone()), lambda x: 5.0),
     "mutates, taken before": (lambda x: in_place_taken(x.clone()), lambda x: 5.0),
 }
@@ -630,17 +597,14 @@ def test_one_thread_traces_and_another_trains():
                     torch.distributions.Normal(0.0, torch.tensor(-1.0))
 
     def slope_of(factor):
-        class Scaled(torch.autograd.Function):
-            @staticmethod
-            def forward(ctx, x):
-                torch.distributions.Normal(torch.zeros(()), x.abs() + 1)
-                ctx.save_for_backward(round_taken(x))
-                return x * factor
+        def forward(x):
+            torch.distributions.Normal(torch.zeros(()), x.abs() + 1)
+            return x * factor
 
-            @staticmethod
-            def backward(ctx, g):
-                return g * factor * Round.apply(ctx.saved_tensors[0])
+        def backward(g, rounded):
+            return g * factor * Round.apply(rounded)
 
+        Scaled = rule(forward, backward, lambda inputs, _: [round_taken(*inputs)])
         return jax.grad(jaxfn.from_torch(Scaled).apply)(2.3)
 
     with warnings.catch_warnings(), ThreadPoolExecutor(1) as thread:

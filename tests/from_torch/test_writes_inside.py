@@ -15,25 +15,25 @@ import jaxfn  # noqa: E402
 from tests.support.beside_torch import assert_same_as_torch  # noqa: E402
 from tests.support.contexts import CONTEXTS  # noqa: E402
 from tests.support.marks import row  # noqa: E402
+from tests.support.torch_code import Net, rule  # noqa: E402
 
 Base = torch.autograd.Function
+
+
+def nothing_saved(inputs, output):
+    return ()
+
+
 nn = torch.nn
 X = np.array([0.5, -1.25, 2.0], np.float32)
 
 
-class Average(Base):
-    """A running average that is mutated and used, as in quantizers and normalizations."""
-
-    @staticmethod
-    def forward(ctx, x, average):
-        average.mul_(0.9).add_(x, alpha=0.1)
-        ctx.save_for_backward(x, average)
-        return x / average
-
-    @staticmethod
-    def backward(ctx, grad_output):
-        x, average = ctx.saved_tensors
-        return 3 * grad_output / average, 5 * grad_output * x
+# A running average that is mutated and used, as in quantizers and normalizations.
+Average = rule(
+    lambda x, average: x / average.mul_(0.9).add_(x, alpha=0.1),
+    lambda g, x, average: (3 * g / average, 5 * g * x),
+    name="Average",
+)
 
 
 class SeparateAverage(Base):
@@ -43,31 +43,17 @@ class SeparateAverage(Base):
     backward = Average.backward
 
 
-class Several(Base):
+def write_several(x, written):
     """Writes to a part of one and to an integer, both in a list, and returns two."""
-
-    @staticmethod
-    def forward(ctx, x, written):
-        average, count = written
-        average[1:] += x[1:]
-        count.add_(1)
-        return x * average, x + count
-
-    @staticmethod
-    def backward(ctx, of_product, of_sum):
-        return 2 * of_product + 7 * of_sum, None
+    average, count = written
+    average[1:] += x[1:]
+    count.add_(1)
+    return x * average, x + count
 
 
-class Returning(Base):
-    """Returns what it wrote to, which is an output with a derivative, and no input any more."""
-
-    @staticmethod
-    def forward(ctx, x, state):
-        return state.mul_(0.5).add_(x)
-
-    @staticmethod
-    def backward(ctx, grad_output):
-        return 3 * grad_output, 11 * grad_output
+Several = rule(write_several, lambda g, h: (2 * g + 7 * h, None), nothing_saved)
+# Returns what it wrote to, which is an output with a derivative, and no input any more.
+Returning = rule(lambda x, state: state.mul_(0.5).add_(x), lambda g: (3 * g, 11 * g), nothing_saved)
 
 
 class ByModule(Base):
@@ -87,18 +73,8 @@ class ByModule(Base):
         return 3 * grad_output / average, None, None, None, None
 
 
-class Outer(Base):
-    """Applies a Function that mutates its argument."""
-
-    @staticmethod
-    def forward(ctx, x, average):
-        y = Average.apply(x, average)
-        ctx.save_for_backward(average)
-        return y + average
-
-    @staticmethod
-    def backward(ctx, grad_output):
-        return 2 * grad_output * ctx.saved_tensors[0], None
+# Applies a Function that mutates its argument.
+Outer = rule(lambda x, average: Average.apply(x, average) + average, lambda g, _, average: (2 * g * average, None))
 
 
 average_taken, separate_average_taken = Average.apply, SeparateAverage.apply
@@ -145,16 +121,14 @@ WRITES: dict[str, Any] = {
 }
 
 
-class Writes(nn.Module):
+class Writes(Net):
     def __init__(self, code):
-        super().__init__()
-        self.code = code
-        self.weight = nn.Parameter(torch.tensor([1.5, -0.5, 2.0]))
+        super().__init__(code, weight=nn.Parameter(torch.tensor([1.5, -0.5, 2.0])))
         self.register_buffer("average", torch.tensor([1.0, 2.0, 3.0]))
         self.register_buffer("count", torch.tensor(3))
 
     def forward(self, x):
-        return self.code(self, self.weight * x) + 3 * self.average.detach() + self.count
+        return self.run(self, self.weight * x) + 3 * self.average.detach() + self.count
 
 
 def torchs(code, x):
@@ -242,32 +216,17 @@ def test_memory_that_is_shared_and_not_written_to_is_supported(code: Any):
 # --- A clone is another tensor, and on JAX an alias of the array.
 
 
-class MarksClone(Base):
-    @staticmethod
-    def forward(ctx, x, copied):
+def marks_clone(copied):
+    def forward(x):
         y = x.sin()
-        same = copied(y)
-        ctx.mark_non_differentiable(same)
-        ctx.save_for_backward(x)
-        return y, same
+        return y, copied(y)
 
-    @staticmethod
-    def backward(ctx, grad_output, _):
-        return grad_output * ctx.saved_tensors[0].cos(), None
+    return rule(forward, lambda g, _, x: g * x.cos(), marked=1)
 
 
-class SavesClone(Base):
+def saves_clone(copied):
     """Saves a copy of its output, whose derivative is that of the code, and not the Function's rule."""
-
-    @staticmethod
-    def forward(ctx, x, copied):
-        y = x.exp()
-        ctx.save_for_backward(copied(y))
-        return y
-
-    @staticmethod
-    def backward(ctx, grad_output):
-        return grad_output * 5 * ctx.saved_tensors[0], None
+    return rule(torch.exp, lambda g, y: g * 5 * y, lambda _, y: [copied(y)])
 
 
 COPIED = {
@@ -284,36 +243,31 @@ COPIED = {
 @pytest.mark.parametrize("copied", COPIED)
 def test_a_mark_on_a_clone_of_an_output_is_not_a_mark_on_the_output(copied: str, context: str):
     def loss(apply, x):
-        y, same = apply(x, COPIED[copied])
+        y, same = apply(x)
         return 2 * y + 3 * same
 
-    apply = jaxfn.from_torch(MarksClone).apply
-    assert_same_as_torch(CONTEXTS[context](lambda x: loss(apply, x)), lambda x: loss(MarksClone.apply, x), [X])
+    function = marks_clone(COPIED[copied])
+    apply = jaxfn.from_torch(function).apply
+    assert_same_as_torch(CONTEXTS[context](lambda x: loss(apply, x)), lambda x: loss(function.apply, x), [X])
 
 
-class MarksTwoOutputs(Base):
-    @staticmethod
-    def forward(ctx, x):
-        y = x.sin()
-        ctx.mark_non_differentiable(y)
-        return y, 2 * x, y
-
-    @staticmethod
-    def backward(ctx, a, grad_output, b):
-        return 2 * grad_output + 5 * a + 7 * b
+def sine_around_double(x):
+    y = x.sin()
+    return y, x * 2, y
 
 
 @row("H2", "B8")
 def test_a_mark_is_for_each_position_of_an_output():
-    apply = jaxfn.from_torch(MarksTwoOutputs).apply
-    assert_same_as_torch(lambda x: sum(apply(x)), lambda x: sum(MarksTwoOutputs.apply(x)), [X])
+    function = rule(sine_around_double, lambda a, g, b, _: 2 * g + 5 * a + 7 * b, marked=0)
+    apply = jaxfn.from_torch(function).apply
+    assert_same_as_torch(lambda x: sum(apply(x)), lambda x: sum(function.apply(x)), [X])
 
 
 @row("H2", "D3")
 @pytest.mark.parametrize("copied", COPIED)
 def test_second_derivatives_where_a_clone_of_an_output_is_saved(copied: str):
-    apply = jaxfn.from_torch(SavesClone).apply
-    slope = jax.grad(lambda x: apply(x, COPIED[copied]).sum())
+    apply = jaxfn.from_torch(saves_clone(COPIED[copied])).apply
+    slope = jax.grad(lambda x: apply(x).sum())
     second = jax.grad(lambda x: slope(x).sum())
     for found in (second(X), jax.jit(second)(X)):
         np.testing.assert_allclose(found, 0 * X if copied == "detach" else 5 * np.exp(X), rtol=1e-6)
@@ -322,34 +276,17 @@ def test_second_derivatives_where_a_clone_of_an_output_is_saved(copied: str):
 # --- One tensor as several arguments or outputs.
 
 
-class InputTwice(Base):
-    @staticmethod
-    def forward(ctx, x):
-        return x, x * 2, x
-
-    @staticmethod
-    def backward(ctx, first, second, third):
-        return 3 * first + 5 * second + 7 * third
+def weighted_gradients(g, h, k, _):
+    return 3 * g + 5 * h + 7 * k
 
 
-class OutputTwice(Base):
-    @staticmethod
-    def forward(ctx, x):
-        y = x.sin()
-        return y, x * 2, y
-
-    backward = InputTwice.backward
-
-
-class UndefinedTwice(OutputTwice):
-    @staticmethod
-    def forward(ctx, x):
-        ctx.set_materialize_grads(False)
-        return OutputTwice.forward(ctx, x)
-
-    @staticmethod
-    def backward(ctx, first, second, third):
-        return (1000 if first is None else 3 * first) + (0 if second is None else 5 * second) + 7 * third
+InputTwice = rule(lambda x: (x, x * 2, x), weighted_gradients)
+OutputTwice = rule(sine_around_double, weighted_gradients)
+UndefinedTwice = rule(
+    sine_around_double,
+    lambda g, h, k, _: (1000 if g is None else 3 * g) + (0 if h is None else 5 * h) + 7 * k,
+    materialize=False,
+)
 
 
 class DirtyTwice(Base):
@@ -359,7 +296,9 @@ class DirtyTwice(Base):
         x.mul_(2)
         return x, x * 2, x
 
-    backward = InputTwice.backward
+    @staticmethod
+    def backward(ctx, *gradients):
+        return weighted_gradients(*gradients, None)
 
 
 @row("H2", "H8")
@@ -510,13 +449,8 @@ def evaluation_after_training(module, x):
 @row("I2")
 @pytest.mark.parametrize("code", [statistics_used, evaluation_after_training])
 def test_running_statistics_have_no_derivative(code: Any):
-    class Normalizes(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.norm = nn.BatchNorm1d(4, momentum=0.3)
-
-        def forward(self, x):
-            return code(self, x)
+    def Normalizes():
+        return Net(code, norm=nn.BatchNorm1d(4, momentum=0.3))
 
     x = np.random.default_rng(0).normal(size=(4, 4)).astype(np.float32)
     module, leaf = Normalizes(), torch.tensor(x, requires_grad=True)

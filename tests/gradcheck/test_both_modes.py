@@ -71,11 +71,11 @@ def test_a_wrong_second_derivative_is_found_in_both_modes():
 @row("H1", "G1")
 def test_the_functions_of_torchs_notes():
     pytest.importorskip("torch")
-    from tests.support.torch_functions import LinearFunction, MulConstantWithoutZeros
+    from tests.support.torch_functions import CASES
 
     inputs = [np.random.default_rng(i).standard_normal(shape) for i, shape in enumerate([(4, 3), (2, 3), 2])]
-    linear = jaxfn.from_torch(LinearFunction)
+    linear = jaxfn.from_torch(CASES["LinearFunction"].function)
     assert jaxfn.gradcheck(linear.apply, inputs)
     assert jaxfn.gradcheck(linear.apply, (*inputs[:2], None))
     assert jaxfn.gradgradcheck(linear.apply, inputs)
-    assert jaxfn.gradcheck(jaxfn.from_torch(MulConstantWithoutZeros).apply, (inputs[0], 2.5))
+    assert jaxfn.gradcheck(jaxfn.from_torch(CASES["mul_constant"].function).apply, (inputs[0], 2.5))

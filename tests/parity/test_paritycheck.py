@@ -14,6 +14,7 @@ import pytest
 import jaxfn
 from tests.support.cases import ComplexSquare, Gelu, Linear, Square, in_library
 from tests.support.either_library import Torch
+from tests.support.libraries import make_function
 from tests.support.marks import row
 
 torch = pytest.importorskip("torch")
@@ -110,16 +111,7 @@ def test_rounding_is_distinguished_from_a_wrong_formula():
 
 @row("H6")
 def test_a_kink_is_named():
-    class TorchAbs(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx, x):
-            ctx.save_for_backward(x)
-            return x.abs()
-
-        @staticmethod
-        def backward(ctx, grad_output):
-            return grad_output * torch.sign(ctx.saved_tensors[0])
-
+    TorchAbs = make_function(Torch, torch.abs, lambda g, x: g * torch.sign(x))
     report = jaxfn.paritycheck(
         lambda x: jnp.abs(x), TorchAbs, [np.array([0.0, 1.0, -2.0], np.float32)], raise_exception=False
     )
@@ -307,17 +299,8 @@ def test_64_bit_follows_the_setting():
 
 @row("H6")
 def test_no_second_derivative_in_torch_is_a_note():
-    class TorchOnce(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx, x):
-            ctx.save_for_backward(x)
-            return x**2
-
-        @staticmethod
-        @torch.autograd.function.once_differentiable
-        def backward(ctx, grad_output):
-            return 2 * ctx.saved_tensors[0] * grad_output
-
+    TorchOnce = make_function(Torch, torch.square, lambda g, x: 2 * x * g)
+    TorchOnce.backward = staticmethod(torch.autograd.function.once_differentiable(TorchOnce.backward))
     report = jaxfn.paritycheck(lambda x: x**2, TorchOnce, random((3,)), raise_exception=False)
     assert report
     assert "torch has no second derivatives" in str(report)
@@ -478,24 +461,11 @@ def test_half_precision_hides_no_wrong_formula():
 
 @row("H6")
 def test_an_error_without_a_text_in_second_derivatives():
-    class Doubling(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx, x):
-            return 2 * x
+    def fail(*_):
+        raise NotImplementedError
 
-        @staticmethod
-        def backward(ctx, grad_output):
-            return Raising.apply(2 * grad_output)
-
-    class Raising(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx, x):
-            return x.clone()
-
-        @staticmethod
-        def backward(ctx, grad_output):
-            raise NotImplementedError
-
+    Raising = make_function(Torch, torch.clone, fail)
+    Doubling = make_function(Torch, lambda x: 2 * x, lambda g, _: Raising.apply(2 * g))
     report = jaxfn.paritycheck(lambda x: 2 * x, Doubling, random((3,)))
     assert "torch has no second derivatives: NotImplementedError" in str(report)
 

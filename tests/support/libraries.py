@@ -70,14 +70,14 @@ class Jax:
         """
         of_order = [lambda *a: _arrays(f(*a))]
         for _ in range(order):
-            of_order.append(_differentiated(of_order[-1], args))
+            of_order.append(gradient_of(of_order[-1], args))
         found = cls.wrap(lambda *a: [g(*a) for g in of_order])(*map(jnp.asarray, args))
         return [found[0], *([np.conj(value) for value in values] for values in found[1:])]
 
     @classmethod
     def gradients(cls, f: Callable[..., Any], args: Sequence[np.ndarray]) -> list[np.ndarray]:
         """The first derivatives alone."""
-        return [np.conj(v) for v in cls.wrap(_differentiated(f, args))(*map(jnp.asarray, args))]
+        return [np.conj(v) for v in cls.wrap(gradient_of(f, args))(*map(jnp.asarray, args))]
 
 
 class JittedJax(Jax):
@@ -87,10 +87,11 @@ class JittedJax(Jax):
 
 
 def _is_inexact(dtype: Any) -> bool:
-    return np.issubdtype(dtype, np.inexact)
+    return jnp.issubdtype(dtype, jnp.inexact)
 
 
-def _differentiated(f: Callable[..., Any], args: Sequence[np.ndarray]) -> Callable[..., Any]:
+def gradient_of(f: Callable[..., Any], args: Sequence[np.ndarray]) -> Callable[..., Any]:
+    """The gradients of `loss` by every floating or complex argument."""
     argnums = [i for i, a in enumerate(args) if _is_inexact(np.asarray(a).dtype)]
     return jax.grad(lambda *a: loss(Jax, _arrays(f(*a))), argnums=argnums)
 
@@ -107,7 +108,7 @@ def loss(library: Library, values: Sequence[Any]) -> Any:
     total = 0.0
     for value in values:
         kind = str(value.dtype).removeprefix("torch.")
-        if kind.startswith(("float", "complex")):
+        if kind.startswith(("float", "bfloat", "complex")):
             weights = np.cos(np.arange(float(np.prod(value.shape))) + 0.5).reshape(value.shape)
             size = library.m.real(value * (library.m.conj(value) + 1)) if kind[0] == "c" else value * (value + 1)
             total = total + (library.m.asarray(weights, dtype=size.dtype) * size).sum()
@@ -208,6 +209,20 @@ def torch_library() -> Library:
             return cls.derivatives(f, args, 1)[1]
 
     return Torch
+
+
+def of_arrays(function: Any, args: tuple[Any, ...]) -> tuple[Callable[..., Any], list[np.ndarray]]:
+    """A function of the arrays among a Function's arguments, and those."""
+    leaves, tree = jax.tree.flatten(args, is_leaf=lambda leaf: leaf is None)
+    indices = [i for i, leaf in enumerate(leaves) if isinstance(leaf, np.ndarray)]
+
+    def call(*arrays: Any) -> Any:
+        filled = list(leaves)
+        for index, array in zip(indices, arrays, strict=True):
+            filled[index] = array
+        return function.apply(*jax.tree.unflatten(tree, filled))
+
+    return call, [leaves[i] for i in indices]
 
 
 def inputs_saved(inputs: tuple[Any, ...], output: Any) -> tuple[Any, ...]:

@@ -11,6 +11,7 @@ import torch
 
 import jaxfn
 from tests.support.runs import noting_runs
+from tests.support.torch_code import rule
 
 CASES: dict[str, Any] = {}
 
@@ -20,28 +21,11 @@ def case(function: Any) -> Any:
     return function
 
 
-def simple(forward: Any, backward: Any) -> Any:
-    """A Function of one tensor, whose backward gets that tensor."""
-
-    class Reads(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx, x):
-            ctx.save_for_backward(x)
-            return forward(x)
-
-        @staticmethod
-        def backward(ctx, grad_output):
-            return backward(ctx.saved_tensors[0], grad_output)
-
-    Reads.backward_of_reads = backward
-    return Reads
-
-
-def read_case(backward: Any = lambda x, g: g * x.cos() * x.abs().max().item()) -> Any:
+def read_case(backward: Any = lambda g, x: g * x.cos() * x.abs().max().item()) -> Any:
     """Adds a Function with this forward; a wrong backward, so that only the rule gives its gradients."""
 
     def add(forward: Any) -> Any:
-        CASES[forward.__name__] = simple(forward, backward)
+        CASES[forward.__name__] = rule(forward, backward)
         return forward
 
     return add
@@ -80,12 +64,16 @@ def elif_and_not(x):
     return y
 
 
-@read_case(lambda x, g: g * x if (g * x).sum() > 0 else g * 5 * x.sin())
+def slope_by_sign(g, x):
+    return g * x if (g * x).sum() > 0 else g * 5 * x.sin()
+
+
+@read_case(slope_by_sign)
 def if_in_backward(x):
     return x * 2
 
 
-@read_case(lambda x, g: g * x if torch.equal(x, x.abs()) else g * x**2)
+@read_case(lambda g, x: g * x if torch.equal(x, x.abs()) else g * x**2)
 def equal_in_backward(x):
     return x * 2 if torch.allclose(x, x.abs(), atol=0.3) else x * 7
 
@@ -217,7 +205,7 @@ def through_numpy(x):
     return torch.from_numpy(np.sort(x.detach().numpy())[::-1].copy()) * x
 
 
-@read_case(lambda x, g: g * torch.from_numpy(np.cos(np.asarray(x.detach()))))
+@read_case(lambda g, x: g * torch.from_numpy(np.cos(np.asarray(x.detach()))))
 def numpy_in_backward(x):
     return torch.tensor(np.sin(x.detach().cpu().numpy()), dtype=x.dtype)
 
@@ -244,7 +232,7 @@ def listed_by_rows(x):
 # --- Shapes that depend on values.
 
 
-@read_case(lambda x, g: torch.where(x > 0, g * x[x > 0].mean(), g))
+@read_case(lambda g, x: torch.where(x > 0, g * x[x > 0].mean(), g))
 def mean_of_selected(x):
     return x * x[x > -10].mean()
 

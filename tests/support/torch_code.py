@@ -3,9 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
+import jax
 import torch
+
+import jaxfn
+from tests.support.libraries import make_function, torch_library
+
+# A torch Function, built from two functions of tensors.
+rule = partial(make_function, torch_library())
 
 
 def function_of(code: Callable[..., Any], slope: Callable[..., Any] | None = None, name: str = "Runs") -> Any:
@@ -28,6 +36,13 @@ def function_of(code: Callable[..., Any], slope: Callable[..., Any] | None = Non
     return type(
         name, (torch.autograd.Function,), {"forward": staticmethod(forward), "backward": staticmethod(backward)}
     )
+
+
+def explained_under_jit(function: Any, x: Any) -> Any:
+    """Returns the explanation that a call with a traced argument has."""
+    found: list[Any] = []
+    jax.eval_shape(lambda x: found.append(jaxfn.explain(function, x)), x)
+    return found[0]
 
 
 class Net(torch.nn.Module):

@@ -15,6 +15,9 @@ from torch.autograd import Function, Variable
 from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
+from tests.support.catalogue import FUNCTIONS
+from tests.support.libraries import torch_library
+
 
 class Case(NamedTuple):
     """A Function and what to call it with.
@@ -30,7 +33,16 @@ class Case(NamedTuple):
     order: int
 
 
-CASES: dict[str, Case] = {}
+# Those that are written as in JAX. Of a saved intermediate, torch drops the second derivative.
+SHARED = """
+    exp straight_through relu mul mul_constant quantize normalize cross_entropy log_sum_exp cube returned_input
+    complex_product polar undefined_gradients lookup
+"""
+CASES = {
+    name: Case(shared.define(torch_library()), shared.args, 2)
+    for name in SHARED.split()
+    for shared in [FUNCTIONS.get(name) or FUNCTIONS[f"{name} of gradcheck"]]
+}
 
 
 def case(*args: Any, order: int = 2, tag: str = "") -> Callable[[Any], Any]:
@@ -45,10 +57,6 @@ def case(*args: Any, order: int = 2, tag: str = "") -> Callable[[Any], Any]:
 
 def normal(*shape: int, seed: int = 0) -> np.ndarray:
     return np.random.default_rng(seed).standard_normal(shape)
-
-
-def positive(*shape: int, seed: int = 0) -> np.ndarray:
-    return np.random.default_rng(seed).uniform(0.3, 2.0, shape)
 
 
 # ------------------------------------------------------------------------------------------- the documents' own
@@ -79,48 +87,6 @@ class LinearFunction(Function):
         if bias is not None and ctx.needs_input_grad[2]:
             grad_bias = grad_output.sum(0).squeeze(0)
         return grad_input, grad_weight, grad_bias
-
-
-@case(normal(3), 2.5)
-class MulConstant(Function):
-    @staticmethod
-    def forward(ctx, tensor, constant):
-        ctx.constant = constant
-        return tensor * constant
-
-    @staticmethod
-    def backward(ctx, grad_output):
-        return grad_output * ctx.constant, None
-
-
-@case(normal(3), 2.5)
-class MulConstantWithoutZeros(Function):
-    @staticmethod
-    def forward(ctx, tensor, constant):
-        ctx.set_materialize_grads(False)
-        ctx.constant = constant
-        return tensor * constant
-
-    @staticmethod
-    def backward(ctx, grad_output):
-        if grad_output is None:
-            return None, None
-        return grad_output * ctx.constant, None
-
-
-@case(normal(3))
-@case(normal(3))
-class Exp(Function):
-    @staticmethod
-    def forward(ctx, i):
-        result = i.exp()
-        ctx.save_for_backward(result)
-        return result
-
-    @staticmethod
-    def backward(ctx, grad_output):
-        (result,) = ctx.saved_tensors
-        return grad_output * result
 
 
 # ------------------------------------------------------------------------------------------- activations, masks
@@ -197,26 +163,6 @@ class OnceDifferentiable(Function):
         return 3 * x**2 * grad_output
 
 
-@case(normal(4, 3), normal(4, 3, seed=1))
-class TwoOutputs(Function):
-    @staticmethod
-    def forward(ctx, x, y):
-        ctx.set_materialize_grads(False)
-        ctx.save_for_backward(x, None, y)
-        return x * y, x + y
-
-    @staticmethod
-    def backward(ctx, grad_product, grad_sum):
-        x, nothing, y = ctx.saved_tensors
-        assert nothing is None
-        grad_x = grad_y = 0
-        if grad_product is not None:
-            grad_x, grad_y = grad_product * y, grad_product * x
-        if grad_sum is not None:
-            grad_x, grad_y = grad_x + grad_sum, grad_y + grad_sum
-        return grad_x, grad_y
-
-
 @case(normal(4, 3), {"power": 3})
 class Attributes(Function):
     """Sets a shape, a container, a callable and an intermediate on ctx."""
@@ -268,18 +214,6 @@ class ClassMethods(Function):
     def backward(cls, ctx, grad_output):
         (x,) = ctx.saved_tensors
         return cls.power() * x * grad_output
-
-
-@case(normal(4, 3))
-class OnlyVjp(Function):
-    @staticmethod
-    def forward(ctx, x):
-        ctx.save_for_backward(x)
-        return x.sin()
-
-    @staticmethod
-    def vjp(ctx, grad_output):
-        return ctx.saved_tensors[0].cos() * grad_output
 
 
 @case(normal(4, 3), normal(3, seed=1), normal(4, 1, seed=2))
@@ -421,17 +355,7 @@ class OldIdioms(Function):
 # ------------------------------------------------------------------------------------------- Functions inside
 
 
-@case(normal(4, 3))
-class RoundThrough(Function):
-    @staticmethod
-    def forward(ctx, x):
-        return x.round()
-
-    @staticmethod
-    def backward(ctx, grad_output):
-        return grad_output
-
-
+RoundThrough = CASES["straight_through"].function
 round_through = RoundThrough.apply
 
 
@@ -448,37 +372,6 @@ class AppliesAnother(Function):
     def backward(ctx, grad_output):
         (x,) = ctx.saved_tensors
         return grad_output * (round_through(x) + x)
-
-
-@case(normal(4, 3), normal(4, 3, seed=1))
-class SwishBackward(Function):
-    @staticmethod
-    def forward(ctx, x, grad_output):
-        s = torch.sigmoid(x)
-        ctx.save_for_backward(x, grad_output)
-        return grad_output * s * (1 + x * (1 - s))
-
-    @staticmethod
-    def backward(ctx, grad_grad):
-        x, grad_output = ctx.saved_tensors
-        s = torch.sigmoid(x)
-        d = s * (1 - s)
-        return grad_grad * grad_output * d * (2 + x * (1 - 2 * s)), grad_grad * (s + x * d)
-
-
-@case(normal(4, 3))
-class Swish(Function):
-    """The double-backward idiom: the gradient is a separate Function."""
-
-    @staticmethod
-    def forward(ctx, x):
-        ctx.save_for_backward(x)
-        return x * torch.sigmoid(x)
-
-    @staticmethod
-    def backward(ctx, grad_output):
-        (x,) = ctx.saved_tensors
-        return SwishBackward.apply(x, grad_output)
 
 
 @case(normal(4, 3), order=1)
@@ -521,19 +414,6 @@ class DevicesAndDtypes(Function):
     def backward(ctx, grad_output):
         (x,) = ctx.saved_tensors
         return (grad_output * 2).to(x.dtype), None, None
-
-
-@case(positive(3), normal(3, seed=1) + 1j * normal(3, seed=2))
-class ComplexProduct(Function):
-    @staticmethod
-    def forward(ctx, x, z):
-        ctx.save_for_backward(x, z)
-        return x * z * z
-
-    @staticmethod
-    def backward(ctx, grad_output):
-        x, z = ctx.saved_tensors
-        return (grad_output * (z * z).conj()).real, grad_output * 2 * (x * z).conj()
 
 
 @case([normal(2), normal(2, seed=1)], order=0)
