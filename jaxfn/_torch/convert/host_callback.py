@@ -77,15 +77,11 @@ class HostForward:
         self.is_needed = True
         self._example: _Output | None = None
         self.flags = flags
-        self.requires_grad = self.flags_of_tensors(flags)
+        args, kwargs = arguments
+        of_tensors = [flag for x, flag in zip((*args, *kwargs.values()), flags, strict=True) for _ in slots(x)]
+        pairs = zip(of_tensors, specs, strict=True)
+        self.requires_grad = [flag and is_inexact(jax_dtype(x.dtype)) for flag, x in pairs]
         self.autocast = torch.get_autocast_dtype("cpu"), torch.is_autocast_enabled("cpu")
-
-    def flags_of_tensors(self, flags: Sequence[bool]) -> list[bool]:
-        """Returns a flag for each tensor, from one for each input of `forward`."""
-        args, kwargs = self.arguments
-        values = zip((*args, *kwargs.values()), flags, strict=True)
-        of_tensors = [flag for value, flag in values for _ in slots(value)]
-        return [flag and is_inexact(jax_dtype(x.dtype)) for flag, x in zip(of_tensors, self.input_specs, strict=True)]
 
     def evaluate(self, tensors: Sequence[torch.Tensor], expected: Sequence[Any]) -> FlatTensors:
         """Computes the result of a callback."""
@@ -93,26 +89,14 @@ class HostForward:
 
     def differentiable_results(self, tensors: Sequence[torch.Tensor], expected: Sequence[Any]) -> Sequence[Any]:
         """Computes results with autograd's graph, which must be as expected."""
-        num_checked = len(expected)
-        if [x.requires_grad for x in tensors] != self.requires_grad:
-            # More inputs need a gradient than in the first run, and `forward` may store more, with another checksum.
-            num_checked -= 1
-            state = torch.get_rng_state()
-            pairs = zip(tensors, self.requires_grad, strict=True)
-            first = self._apply([x.detach().clone().requires_grad_(flag) for x, flag in pairs]).leaves
-            self._check(first, expected, len(expected))
-            torch.set_rng_state(state)
         results = self._apply(tensors).leaves
-        self._check(results, expected, num_checked)
-        return results
-
-    def _check(self, results: Sequence[Any], expected: Sequence[Any], num_checked: int) -> None:
-        if len(results) != len(expected) or not all(map(is_close, results[:num_checked], expected)):
+        if len(results) != len(expected) or not all(map(is_close, results, expected)):
             raise TranslationError(
                 f"{self.name} runs again for the gradient, on equal inputs, and returned something else, or stored "
                 "something else on ctx. With fallback='callback' it may depend on its arguments and on torch's random "
                 "numbers only"
             )
+        return results
 
     def _apply(self, tensors: Sequence[torch.Tensor]) -> FlatTensors:
         checksums: list[torch.Tensor] = []
@@ -165,19 +149,17 @@ class HostGradient:
 
     Attributes:
       of: The `F.apply`.
-      flags: Which tensors get a gradient.
       has_gradient: Which results have a gradient.
       output: The type of the gradients.
     """
 
-    def __init__(self, of: HostForward, flags: Sequence[bool], has_gradient: Sequence[bool], output: _Output) -> None:
+    def __init__(self, of: HostForward, has_gradient: Sequence[bool], output: _Output) -> None:
         self.of = of
         self.definition, self.autocast = of.definition, of.autocast
-        self.flags = flags
         self.has_gradient = has_gradient
         self.output = output
         self.name = f"{of.definition.name}.backward"
-        self.requires_grad: list[bool] = [*map(max, flags, of.requires_grad), *[False] * sum(has_gradient)]
+        self.requires_grad = [*of.requires_grad, *[False] * sum(has_gradient)]
 
     def output_type(self) -> _Output:
         """Returns the type of the gradients."""
@@ -185,10 +167,11 @@ class HostGradient:
 
     def evaluate(self, tensors: Sequence[torch.Tensor], expected: Sequence[Any]) -> FlatTensors:
         """Computes the result of a callback."""
-        inputs, gradients = tensors[: len(self.flags)], tensors[len(self.flags) :]
+        num_inputs = len(self.of.input_specs)
+        inputs, gradients = tensors[:num_inputs], tensors[num_inputs:]
         results = _where(self.has_gradient, self.of.differentiable_results(inputs, expected))
         in_graph = [(x, g.to(x.dtype)) for x, g in zip(results, gradients, strict=True) if x.requires_grad]
-        wanted = _where(self.flags, inputs)
+        wanted = _where(self.of.requires_grad, inputs)
         found: Sequence[Any] = [None] * len(wanted)
         if in_graph:
             outputs, matching = zip(*in_graph, strict=True)
@@ -277,15 +260,13 @@ def _cast(values: np.ndarray[Any, Any], dtype: np.dtype[Any]) -> np.ndarray[Any,
     return cast
 
 
-def _gradients(
-    of: HostForward, flags: Sequence[bool], arrays: Sequence[Any], expected: Any, key: Any, gradients: Sequence[Any]
-) -> list[Any]:
-    """Returns the gradient of each of the arrays, `None` for those that are not flagged."""
+def _gradients(of: HostForward, arrays: Sequence[Any], expected: Any, key: Any, gradients: Sequence[Any]) -> list[Any]:
+    """Returns the gradient of each of the arrays, `None` for those that need none."""
     has_gradient = [gradient is not None for gradient in gradients]
-    if not any(flags) or not any(has_gradient):
-        return [None] * len(flags)
-    specs = [TensorSpec(x.shape, torch_dtype(x.dtype)) for x in _where(flags, arrays)]
-    code = HostGradient(of, flags, has_gradient, _Output([Slot(i) for i in range(len(specs))], specs))
+    if not any(of.requires_grad) or not any(has_gradient):
+        return [None] * len(arrays)
+    specs = [TensorSpec(x.shape, torch_dtype(x.dtype)) for x in _where(of.requires_grad, arrays)]
+    code = HostGradient(of, has_gradient, _Output([Slot(i) for i in range(len(specs))], specs))
     sources = [*arrays, *expected, *_where(has_gradient, gradients)]
     *operands, key = jax.lax.stop_gradient([*sources, key])
     n = len(arrays)
@@ -296,7 +277,7 @@ def _gradients(
         "second derivatives write what cannot be traced so that it can, or port the Function to JAX",
     )
     found = iter(guard(results, sources, error))
-    return [next(found) if flag else None for flag in flags]
+    return [next(found) if flag else None for flag in of.requires_grad]
 
 
 class HostAdapter(FunctionAdapter):
@@ -333,9 +314,10 @@ class HostAdapter(FunctionAdapter):
         if not isinstance(host, HostForward):
             return super().backward(ctx, grad_outputs)
         names = ctx_state(ctx).names.names
-        flags = host.flags_of_tensors(self._flags(names, tuple(ctx.needs_input_grad)))
+        # `forward` has read the flags, so that it ran with these.
+        assert self._flags(names, tuple(ctx.needs_input_grad)) == host.flags
         arrays, expected = ctx.saved_tensors[: len(host.input_specs)], ctx.saved_tensors[len(host.input_specs) :]
-        found = _gradients(host, flags, arrays, expected, ctx.key, self._of_tensors(ctx.template, grad_outputs))
+        found = _gradients(host, arrays, expected, ctx.key, self._of_tensors(ctx.template, grad_outputs))
         args, kwargs = host.arguments
         values = (*args, *kwargs.values())
         gradients = [unflatten_tensors(value, found) if slots(value) else None for value in values]
