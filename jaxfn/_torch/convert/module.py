@@ -114,7 +114,8 @@ class ConvertedModule:
     def buffers(self) -> Arrays:
         """The buffers, and the parameters that require no gradient, as new JAX arrays by name."""
         with _LOCK:
-            return {name: to_jax(x) for name, x in _tensors(self.torch_module).items() if not _is_trainable(x)}
+            trainable = [name for name, x in self.torch_module.named_parameters() if x.requires_grad]
+            return {name: to_jax(x) for name, x in _tensors(self.torch_module).items() if name not in trainable}
 
     def as_train(self) -> ConvertedModule:
         """Returns the module in train mode, around the same torch module, whose own mode does not change.
@@ -456,10 +457,6 @@ def _check_parameters_unchanged(code: str, mutated: Sequence[str]) -> None:
             f"`requires_grad_(False)` are among them already): net.apply({{...}}, {{**buffers, {first!r}: array}}, "
             "...). Or update the arrays outside the module, for example after the optimizer's step"
         )
-
-
-def _is_trainable(tensor: torch.Tensor) -> bool:
-    return isinstance(tensor, torch.nn.Parameter) and tensor.requires_grad
 
 
 def _is_materialized_later(tensor: torch.Tensor, array: Any) -> bool:

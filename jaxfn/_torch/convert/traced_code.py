@@ -289,7 +289,7 @@ def _is_double(value: Any) -> bool:
 
 
 class TorchContext(torch.autograd.function.FunctionCtx):
-    """The ctx that torch code sees while one method is traced; `on_read` is called when it reads `needs_input_grad`.
+    """The ctx that torch code sees while one method is traced.
 
     The base class stores what its methods receive in attributes, as in torch: `to_save`, `saved_for_forward`,
     `non_differentiable`, `dirty_tensors` and `materialize_grads`.
@@ -297,11 +297,11 @@ class TorchContext(torch.autograd.function.FunctionCtx):
 
     def __init__(
         self,
-        needs_input_grad: Sequence[bool],
-        saved: Sequence[torch.Tensor | None] = (),
-        on_read: Callable[[], None] = lambda: None,
+        state: TraceState,
+        needs_input_grad: tuple[bool, ...],
+        saved: tuple[torch.Tensor | None, ...] = (),
     ) -> None:
-        self.jaxfn = _CtxState(tuple(needs_input_grad), tuple(saved), on_read)
+        self.jaxfn = _CtxState(state, needs_input_grad, saved)
         self.to_save: tuple[torch.Tensor | None, ...] = ()
         self.saved_for_forward: tuple[torch.Tensor | None, ...] | None = None
         self.dirty_tensors: tuple[torch.Tensor, ...] = ()
@@ -310,7 +310,7 @@ class TorchContext(torch.autograd.function.FunctionCtx):
 
     @property
     def needs_input_grad(self) -> tuple[bool, ...]:
-        self.jaxfn.on_read()
+        self.jaxfn.trace.reads_needs_input_grad = True
         return self.jaxfn.needs_input_grad
 
     @needs_input_grad.setter
@@ -347,9 +347,9 @@ class TorchContext(torch.autograd.function.FunctionCtx):
 class _CtxState:
     """jaxfn's part of a ctx, apart from the attributes that the user's code assigns."""
 
+    trace: TraceState
     needs_input_grad: tuple[bool, ...]
     saved: tuple[torch.Tensor | None, ...]
-    on_read: Callable[[], None]
 
 
 _CTX_ATTRIBUTES = ("jaxfn", "to_save", "saved_for_forward", "dirty_tensors", "non_differentiable", "materialize_grads")
@@ -407,7 +407,7 @@ class TracedForward(TracedCode):
         self.input_specs = specs
         self._rules = LRUCache["TracedRule"](_MAX_RULES)
         state = TraceState(definition.name, definition.config, answerer=answerer)
-        ctx = TorchContext(needs_input_grad, on_read=state.note_flags_read)
+        ctx = TorchContext(state, needs_input_grad)
         with trace_scope(state):
             inputs = self._new_inputs(state, needs_input_grad)
             output = self._run_code(ctx, inputs)
@@ -647,7 +647,7 @@ class TracedForward(TracedCode):
     ) -> TorchContext:
         """Creates the ctx of `backward` or `jvp` in a new trace, whose first inputs are the saved arrays."""
         if self.reruns_forward:
-            ctx = TorchContext(needs_input_grad, on_read=state.note_flags_read)
+            ctx = TorchContext(state, needs_input_grad)
             self._run_code(ctx, self._new_inputs(state, needs_input_grad))
             return ctx.after_forward(method)
         tensors = {slot: state.add_constant(value) for slot, value in self._constant_slots.items()}
@@ -659,7 +659,7 @@ class TracedForward(TracedCode):
             own = self.input_specs[self._input_of[slot]].own if slot in self._input_of else None
             tensors[slot] = state.add_input(*self.specs[slot]._replace(own=own), requires_grad=requires_grad)
         saved = unflatten_tensors(self._saved[method], tensors)
-        ctx = TorchContext(needs_input_grad, saved, on_read=state.note_flags_read)
+        ctx = TorchContext(state, needs_input_grad, saved)
         attributes = unflatten_tensors(attributes, tensors, shares_containers=True)
 
         def restore(value: Any) -> Any:

@@ -338,7 +338,7 @@ class Step(NamedTuple):
     @property
     def has_large_integers(self) -> bool:
         """Whether a Python integer among the arguments of an integer operation needs 64 bits."""
-        if not _large_integers((self.arguments, self.options)):
+        if not any(map(is_large, jax.tree_util.tree_leaves((self.arguments, self.options)))):
             return False
         if operation_name(self.node.target).startswith(("aten.slice", "aten.narrow")):
             return False
@@ -356,11 +356,6 @@ _INTEGERS = frozenset({torch.int64, torch.int32})
 def _is_x64_off() -> bool:
     """Whether JAX's integers have 32 bits."""
     return jax.dtypes.canonicalize_dtype(np.int64) != np.int64
-
-
-def _large_integers(value: Any) -> list[int]:
-    """Returns the Python integers in arguments that need 64 bits."""
-    return list(filter(is_large, jax.tree_util.tree_leaves(value)))
 
 
 def _make_step(node: Node, replacements: Mapping[str, Callable[..., Any]]) -> Step:

@@ -703,7 +703,7 @@ class Recorder(TorchDispatchMode):
         value = func(*args, **kwargs)
         parts = tensors_in(value)
         is_large = any(part.numel() > _LARGE for part in parts)
-        can_record = entry_name(str(func)) is not None and not _has_dynamic_shape(func)
+        can_record = entry_name(str(func)) is not None and not any(tag in func.tags for tag in _DYNAMIC_TAGS)
         external_storages = {storage_id(x) for x in operands if self._is_external(x)}
         for part in parts:
             if storage_id(part) in external_storages:
@@ -849,12 +849,8 @@ _FILL_VALUES: dict[Any, Callable[[Any], Any]] = {
     aten.new_ones.default: lambda args: 1,
     aten.new_full.default: lambda args: args[2],
 }
+# The tags of operations whose results have shapes that depend on values.
 _DYNAMIC_TAGS = (torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output)
-
-
-def _has_dynamic_shape(func: Any) -> bool:
-    """Whether the shape of an operation's result depends on values."""
-    return any(tag in func.tags for tag in _DYNAMIC_TAGS)
 
 
 def _was_just_seeded(generator: torch.Generator) -> bool:

@@ -7,6 +7,7 @@ functions replace.
 from __future__ import annotations
 
 import contextlib
+import functools
 import threading
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any
@@ -168,13 +169,8 @@ class NodeAutograd(torch.autograd.Function):
 
 def draw_key(state: TraceState) -> torch.Tensor:
     """Records a node that draws a separate random key, which a call and its derivative share."""
-    return state.record_call(
-        JaxCall(_draw_key, "random_key", draws=True), (), state.recorder.make_fake((2,), torch.uint32)
-    )
-
-
-def _draw_key(key: Any) -> jax.Array:
-    return jax.random.bits(key, (2,), np.uint32)
+    call = JaxCall(functools.partial(jax.random.bits, shape=(2,), dtype=np.uint32), "random_key", draws=True)
+    return state.record_call(call, (), state.recorder.make_fake((2,), torch.uint32))
 
 
 def wrap_key(data: Any) -> Any:

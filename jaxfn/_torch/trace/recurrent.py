@@ -66,11 +66,12 @@ class _RecurrentLayers(NamedTuple):
         gates = steps @ weights[0].T
         biases = weights[2:4] if self.has_biases else ()
         gates = gates + biases[0] if biases else gates
-        recurrent = [weights[1], *biases[1:], *weights[4 if self.has_biases else 2 :]]
+        bias = biases[1] if biases else jnp.zeros((), weights[1].dtype)
+        recurrent = [weights[1], bias, *weights[4 if self.has_biases else 2 :]]
 
         def body(state: tuple[Array, ...], of_step: tuple[Array, Array]) -> tuple[tuple[Array, ...], Array]:
             gates, time = of_step
-            new_state = self.step(gates, state, self._with_bias(recurrent))
+            new_state = self.step(gates, state, recurrent)
             if lengths is not None:  # The state after a sequence's end does not change.
                 goes_on = (time < lengths)[:, None]
                 new_state = tuple(jnp.where(goes_on, new, old) for new, old in zip(new_state, state, strict=True))
@@ -78,9 +79,6 @@ class _RecurrentLayers(NamedTuple):
 
         last, outputs = lax.scan(body, state, (gates, jnp.arange(len(steps))), reverse=is_reversed)
         return outputs, last
-
-    def _with_bias(self, recurrent: list[Array]) -> list[Array]:
-        return recurrent if self.has_biases else [recurrent[0], jnp.zeros((), recurrent[0].dtype), *recurrent[1:]]
 
 
 def _lstm_step(gates: Array, state: tuple[Array, ...], weights: Sequence[Array]) -> tuple[Array, ...]:

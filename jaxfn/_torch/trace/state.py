@@ -259,10 +259,6 @@ class TraceState:
         self.recorder.add_local_constant(tensor)
         return self.lift(tensor)
 
-    def note_flags_read(self) -> None:
-        """Records that the code read which inputs need a gradient."""
-        self.reads_needs_input_grad = True
-
     def is_compiling(self) -> bool:
         """Records that the code called `torch.compiler.is_compiling()`, and returns its result."""
         self.reads_is_compiling = True
