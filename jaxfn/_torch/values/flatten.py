@@ -29,14 +29,9 @@ class FlatTensors(NamedTuple):
     template: Any
 
 
-def is_tensor(value: object) -> bool:
-    """Whether a value is a torch tensor."""
-    return isinstance(value, torch.Tensor)
-
-
 def flatten_tensors(
     value: Any,
-    is_leaf: Callable[[Any], bool] = is_tensor,
+    is_leaf: Callable[[Any], bool] = torch.is_tensor,
     *,
     deduplicate: bool = False,
     shares_containers: bool = False,
