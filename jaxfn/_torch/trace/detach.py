@@ -154,11 +154,7 @@ def run_operation(recorder: Recorder, mode: Any, func: Any, args: Any, kwargs: A
             marking = functools.partial(mark_detached, by_data=any(map(_is_by_data, operands)))
             map_tensors(marking, value)
         return value
-    mutated = [
-        x
-        for x in mutated_arguments(func, args, kwargs)
-        if isinstance(x, FunctionalTensor) and is_differentiable(x.dtype)
-    ]
+    mutated = [x for x in _tensors(mutated_arguments(func, args, kwargs)) if is_differentiable(x.dtype)]
     if any(map(_is_by_data, mutated)):
         with mode:  # Autograd returns saved tensors through the mode.
             for x in filter(_is_by_data, mutated):
