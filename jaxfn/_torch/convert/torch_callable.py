@@ -62,7 +62,6 @@ class TracedCallable(TracedCode):
                         tensors[i] = state.make_argument(inputs[i])
                 returned = torch_callable.function(*unflatten_tensors(arguments, tensors, shares_containers=True))
             state.recorder.follows_grad_mode = False
-            state.check_saved_arguments()
             returned_flat = flatten_tensors(to_pytree(returned))
             values = [state.lower(tensor) for tensor in returned_flat.leaves]
             _check_gradients(state, inputs, returned_flat.leaves, values)

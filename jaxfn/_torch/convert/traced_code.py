@@ -436,7 +436,6 @@ class TracedForward(TracedCode):
             indices = {id(x): i for i, x in enumerate(inputs)}
             self._input_of = {slot: indices[id(x)] for slot, x in enumerate(flat.leaves) if id(x) in indices}
             values = [state.lower(tensor) for tensor in flat.leaves]
-            state.check_saved_arguments()
             output_slots = sorted(set(slots(flat.template[0])))
             tensors = [("input", i, x) for i, x in enumerate(inputs)]
             tensors += [("output", i, flat.leaves[i]) for i in output_slots]
@@ -781,7 +780,6 @@ class TracedRule(TracedCode):
         self.returned: Any = flat.template
         values = [state.lower(tensor) for tensor in flat.leaves]
         self.mutated = forward.mutated_inputs_of(method, state)
-        state.check_saved_arguments()
         return values
 
 
@@ -802,7 +800,6 @@ class TracedVmap(TracedCode):
             inputs = unflatten_tensors(arguments, [state.add_input(*spec, requires_grad=True) for spec in specs])
             flat = flatten_tensors(definition.function.vmap(info, in_dims, *inputs))
             values = [state.lower(tensor) for tensor in flat.leaves]
-            state.check_saved_arguments()
         self.returned: Any = flat.template
         super().__init__(definition, "vmap", state, values)
 

@@ -62,7 +62,7 @@ class Unsupported(NamedTuple):
 
 
 class RecordedGraph(NamedTuple):
-    """What a `Recorder` has recorded, perhaps while it goes on.
+    """The graph of a `Recorder`, perhaps while it is recorded.
 
     Attributes:
       graph: Functional ATen operations, with results and source lines in the nodes' meta.

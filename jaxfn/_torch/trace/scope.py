@@ -65,6 +65,7 @@ def trace_scope(state: TraceState) -> Generator[None]:
             state.first_access = before.first_access
         try:
             yield
+            state.check_saved_arguments()
         except Exception as error:
             if state.recorder.unanswered is not None:
                 raise state.recorder.unanswered from None  # The code may have caught it, and raised this one.
@@ -111,41 +112,40 @@ def _operand_error(state: TraceState, error: Exception) -> TranslationError | No
 
 def _explain_torch_error(name: str, error: Exception) -> TranslationError | None:
     """Returns an explanation of an error that torch raised while tracing, if it is known."""
-    text = str(error)
-    where = source_line([frame for frame, _ in traceback.walk_tb(error.__traceback__)][::-1])
-    if "non-functional tensor" in text:
-        return TranslationError(f"{name} {MUTATES_EXTERNAL}{where}")
-    if "token for effect" in text:
-        return TranslationError(
-            f"{name} calls a collective operation of torch.distributed, which has no access to JAX's devices. "
-            "Name a JAX function for it (one with jax.lax.psum under jax.shard_map, for example): "
-            f"from_torch(..., ops={{torch.distributed.all_reduce: jax_function}}){where}"
-        )
-    if "HigherOrderOperator" in text or "registered for HOP" in text:  # the latter on torch 2.8
-        return TranslationError(
-            f"{name} passes a function to a higher-order operation (torch.cond, while_loop, flex_attention), which "
-            "jaxfn does not trace. Use torch.where, or name a JAX function that replaces the function around it: "
-            f"from_torch(..., ops={{function: jax_function}}){where}"
-        )
-    if any(words in text for words in _STORAGE_ERRORS):
-        return TranslationError(
-            f"{name} passes a tensor's memory to compiled code (a C++, CUDA or Triton kernel), which JAX cannot run. "
-            "Name a JAX function that replaces the Python function around it, or the torch operation: "
-            f"from_torch(..., ops={{function: jax_function}}){where}"
-        )
+    for words, explanation in _EXPLANATIONS.items():
+        if any(word in str(error) for word in words):
+            where = source_line([frame for frame, _ in traceback.walk_tb(error.__traceback__)][::-1])
+            return TranslationError(f"{name} {explanation}{where}")
     return None
 
 
-# Parts of torch's messages for code that accesses a fake tensor's memory.
-_STORAGE_ERRORS = (
-    "data pointer",
-    "data_ptr",
-    "doesn't have storage",
-    "access storage",
-    "data is not allocated yet",
-    "invalid python storage",
-    "__cuda_array_interface__",
-)
+# What errors of torch are due to, by parts of their messages.
+_EXPLANATIONS = {
+    ("non-functional tensor",): MUTATES_EXTERNAL,
+    ("token for effect",): (
+        "calls a collective operation of torch.distributed, which has no access to JAX's devices. Name a JAX function "
+        "for it (one with jax.lax.psum under jax.shard_map, for example): from_torch(..., "
+        "ops={torch.distributed.all_reduce: jax_function})"
+    ),
+    ("HigherOrderOperator", "registered for HOP"): (  # the latter on torch 2.8
+        "passes a function to a higher-order operation (torch.cond, while_loop, flex_attention), which jaxfn does not "
+        "trace. Use torch.where, or name a JAX function that replaces the function around it: from_torch(..., "
+        "ops={function: jax_function})"
+    ),
+    (
+        "data pointer",
+        "data_ptr",
+        "doesn't have storage",
+        "access storage",
+        "data is not allocated yet",
+        "invalid python storage",
+        "__cuda_array_interface__",
+    ): (
+        "passes a tensor's memory to compiled code (a C++, CUDA or Triton kernel), which JAX cannot run. Name a JAX "
+        "function that replaces the Python function around it, or the torch operation: from_torch(..., "
+        "ops={function: jax_function})"
+    ),
+}
 
 
 class _Functionalization(FunctionalTensorMode):
