@@ -17,12 +17,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.core import eval_jaxpr
 from jax.tree_util import tree_flatten, tree_map, tree_unflatten
 
 from jaxfn._check.staging import computed_bytes, python_callbacks
 from jaxfn._compat import compile_quickly, keeps_constants_apart
-from jaxfn._jaxpr import all_eqns, is_variable, open_jaxpr
+from jaxfn._jaxpr import all_eqns
 
 _MAX_CACHED = 256
 _cache: OrderedDict[Hashable, Any] = OrderedDict()
@@ -95,9 +94,6 @@ class CompiledFunction:
             return results
 
         traced = jax.jit(flat, keep_unused=True).trace(*leaves)
-        untransposed, self._axes = _without_last_transpositions(traced.jaxpr)
-        if untransposed is not None:
-            traced = jax.jit(untransposed, keep_unused=True).trace(*leaves)
         eqns = list(all_eqns(traced.jaxpr))
         is_small = computed_bytes(eqns) * runs < _SMALL_BYTES
         shardings = [getattr(leaf, "sharding", None) for leaf in leaves]
@@ -108,8 +104,7 @@ class CompiledFunction:
         return partial(self._on_host, self._compiled(*tree_flatten(args)[0]))
 
     def _on_host(self, results: Sequence[Any]) -> Any:
-        arrays = [np.asarray(r) for r in results]
-        return tree_unflatten(self._tree, [a.transpose(axes) for a, axes in zip(arrays, self._axes, strict=True)])
+        return tree_unflatten(self._tree, list(map(np.asarray, results)))
 
     def bytes(self) -> int:
         """Returns the memory of one call, arguments and results included; 0 if the backend does not report it."""
@@ -117,23 +112,6 @@ class CompiledFunction:
         if memory is None:
             return 0
         return memory.temp_size_in_bytes + memory.output_size_in_bytes + memory.argument_size_in_bytes
-
-
-def _without_last_transpositions(closed: Any) -> tuple[Callable[..., Any] | None, list[Sequence[int]]]:
-    """Returns a jaxpr without final transpositions as a function, and the axes by which to transpose its results.
-
-    XLA copies to transpose, which takes as long as multiplying matrices of a hundred rows; NumPy makes a view. Returns
-    `None` for the function if the jaxpr ends with no transposition.
-    """
-    jaxpr, consts = open_jaxpr(closed)
-    last = {eqn.outvars[0]: eqn for eqn in jaxpr.eqns if eqn.primitive is jax.lax.transpose_p}
-    eqns = [last.get(atom) if is_variable(atom) else None for atom in jaxpr.outvars]
-    pairs = list(zip(jaxpr.outvars, eqns, strict=True))
-    axes: list[Sequence[int]] = [range(len(v.aval.shape)) if e is None else e.params["permutation"] for v, e in pairs]
-    if all(eqn is None for eqn in eqns):
-        return None, axes
-    outvars = [v if e is None else e.invars[0] for v, e in pairs]
-    return partial(eval_jaxpr, jaxpr.replace(outvars=outvars), consts), axes
 
 
 def _compiled(lowered: Any, is_small: bool, shardings: Sequence[Hashable], callbacks: Sequence[Any]) -> Any:
