@@ -13,6 +13,7 @@ import numpy as np
 
 Number = float | complex
 _Class = TypeVar("_Class", bound=type)
+_Report = TypeVar("_Report", bound="Report")
 
 
 def public(cls: _Class) -> _Class:
@@ -126,6 +127,13 @@ class Report:
     def _repr_html_(self) -> str:
         """Returns the report for a notebook."""
         return preformatted(str(self))
+
+
+def concluded(report: _Report, raise_exception: bool) -> _Report:
+    """Returns the report of a check, or raises if it failed and `raise_exception` says so."""
+    if raise_exception:
+        report.raise_if_failed()
+    return report
 
 
 def _json_value(value: Any) -> Any:

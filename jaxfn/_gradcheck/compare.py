@@ -1,4 +1,7 @@
-"""Comparison of whole Jacobians with references, in parts: only a small Jacobian is stored as a whole."""
+"""Comparison of Jacobians with references: of all entries, or in fast mode along a few random vectors.
+
+It is done in parts: only a small Jacobian is stored as a whole.
+"""
 
 from __future__ import annotations
 
@@ -53,7 +56,7 @@ class Reference:
 
     mode: ADMode  # the mode of the derivative
     derivative: Derivative  # the function's rule, or autodiff that is itself compared with differences
-    is_autodiff: bool
+    is_autodiff: bool  # whether it is compared with autodiff
     is_coarse: bool = False  # whether the tolerance is that of a coarse reference, whatever the errors of differences
 
     @property

@@ -16,7 +16,7 @@ from jaxfn._gradcheck.problem.derivatives import ReverseOnlyError, derive
 from jaxfn._gradcheck.problem.problem import make_problem
 from jaxfn._gradcheck.public import gradcheck, gradgradcheck
 from jaxfn._gradcheck.report.report import GradcheckReport
-from jaxfn._reports import Report, public
+from jaxfn._reports import Report, concluded, public
 from jaxfn._tree import is_array_leaf
 
 _ROUNDING = 1e4  # difference of eager and compiled results, in units in the last place of numbers of that magnitude
@@ -144,9 +144,7 @@ def check(
                 report.notes.append("backward is marked with @once_differentiable, so there are no second derivatives")
             else:
                 report.reports.append(second)
-    if raise_exception:
-        report.raise_if_failed()
-    return report
+    return concluded(report, raise_exception)
 
 
 def _as_double(leaf: Any) -> Any:

@@ -12,6 +12,7 @@ from jaxfn._gradcheck.problem.problem import make_problem
 from jaxfn._gradcheck.problem.second import second_order
 from jaxfn._gradcheck.report.report import GradcheckReport
 from jaxfn._gradcheck.run import Options, run_check
+from jaxfn._reports import concluded
 
 MAX_MEMORY = 512 << 20
 
@@ -132,7 +133,7 @@ def gradcheck(
     )
     with jax.enable_x64(True):
         problem = make_problem(options.name, func, inputs, argnums, surrogate)
-    return _concluded(run_check(problem, options), raise_exception)
+    return concluded(run_check(problem, options), raise_exception)
 
 
 def gradgradcheck(
@@ -210,11 +211,5 @@ def gradgradcheck(
             problem = second_order(problem, grad_outputs)
         except UnavailableError as error:
             report = GradcheckReport(problem.name, options.name, problems=[f"backward raised {error}"])
-            return _concluded(report, raise_exception)
-    return _concluded(run_check(problem, options), raise_exception)
-
-
-def _concluded(report: GradcheckReport, raise_exception: bool) -> GradcheckReport:
-    if raise_exception:
-        report.raise_if_failed()
-    return report
+            return concluded(report, raise_exception)
+    return concluded(run_check(problem, options), raise_exception)

@@ -10,10 +10,9 @@ gradient that is wrong in the fourth digit:
     numeric        0.5403023 for x = 1, and 0.5405184 by backward: 2e-4 apart, of 5e-4 allowed
 
 So the default tolerances, passed or not, mean that formula only for a coarse reference, such as one finite difference.
-The tolerance
-for a precise reference (autodiff of the function without its rule, or differences that agree at two steps) is a
-thousand times smaller, but never smaller than the rounding of the sums that are compared. Other tolerances that
-the caller passes mean what torch's mean, for every reference.
+The tolerance for a precise reference (autodiff of the function without its rule, or differences that agree at two
+steps) is a thousand times smaller, but never smaller than the rounding of the sums that are compared. Other tolerances
+that the caller passes mean what torch's mean, for every reference.
 
 Next to an entry of 1e10 the rounding of a long sum may be 1e-3, and so may a mistake. So where autodiff is exact, an
 entry of a Jacobian is allowed only the rounding of a short sum of terms as large as the entries of its row. A larger

@@ -16,6 +16,7 @@ from jaxfn._kernelcheck.arguments import kernel_arguments
 from jaxfn._kernelcheck.checks import NAMES, CheckOptions, CustomCheck, run_checks
 from jaxfn._kernelcheck.comparison import Float64Reference, KernelComparison
 from jaxfn._kernelcheck.report import PLAIN_CHECKS, KernelcheckReport
+from jaxfn._reports import concluded
 
 
 def kernelcheck(
@@ -146,9 +147,7 @@ def kernelcheck(
                 break
     if exact.note:
         report.notes.append(exact.note)
-    if raise_exception:
-        report.raise_if_failed()
-    return report
+    return concluded(report, raise_exception)
 
 
 def _floating_dtype(dtype: Any) -> np.dtype[Any]:

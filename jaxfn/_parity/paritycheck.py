@@ -24,6 +24,7 @@ from jaxfn._parity.torch_results import (
     torch_versions,
     write_torch_results,
 )
+from jaxfn._reports import concluded
 from jaxfn._torch import runs_on_jax
 from jaxfn._tree import is_inexact
 
@@ -137,10 +138,7 @@ def paritycheck(
         from jaxfn._port.modules.module_check import check_module
 
         record, versions = _module_record(reference, inputs)
-        report = check_module(func, record, load, has_buffers, versions, rtol, atol)
-        if raise_exception:
-            report.raise_if_failed()
-        return report
+        return concluded(check_module(func, record, load, has_buffers, versions, rtol, atol), raise_exception)
     if has_buffers:
         raise TypeError("paritycheck: `has_buffers` needs `load`, which returns the port's parameters and buffers.")
     if is_file:
@@ -168,9 +166,7 @@ def paritycheck(
         )
     if recorded.module is not None or hasattr(reference, "named_parameters"):
         report.notes.append("gradients of parameters are not compared: pass `load`, and a port that takes parameters")
-    if raise_exception:
-        report.raise_if_failed()
-    return report
+    return concluded(report, raise_exception)
 
 
 def record_reference(
