@@ -11,6 +11,7 @@ import jax
 import numpy as np
 
 from jaxfn._check.arguments import require_numbers
+from jaxfn._check.closeness import agree
 from jaxfn._check.draws import draw
 from jaxfn._check.partition import sharding_rule_problems
 from jaxfn._diagnostics import source_location
@@ -147,7 +148,7 @@ class _Check:
         d, xs = self.derivatives, self.problem.values
         moved = [x + self.step * (1 + abs(np.asarray(x))) for x in xs]
         for leaf, a, b in zip(d.stopped, d.primal(*xs), d.primal(*moved), strict=True):
-            if (np.asarray(a) != np.asarray(b)).any():
+            if not agree(np.asarray(b), np.asarray(a), 0.0).all():
                 self.report.problems.append(
                     f"{leaf.name} is not differentiable, nor is any other output, but it changes with the inputs: "
                     "its derivative was expected to be zero."

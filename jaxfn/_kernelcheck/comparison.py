@@ -52,6 +52,10 @@ class KernelComparison:
     generator: np.random.Generator  # the source of random numbers
     exact: Float64Reference  # the reference in float64, shared by all dtypes
 
+    def with_arguments(self, arguments: Arguments) -> KernelComparison:
+        """Returns the comparison for other arguments."""
+        return replace(self, arguments=arguments, exact=Float64Reference(self.reference, arguments))
+
     @cached_property
     def implementation(self) -> Implementation:
         """The kernel."""

@@ -152,6 +152,15 @@ def test_options_that_raise(kwargs, error, message):
 
 
 @row("K1")
+@pytest.mark.parametrize(
+    "kernel, returned", [(jnp.isnan, "bool[3] as output 0"), (lambda x: {"y": x}, "float32[3] as output 0['y']")]
+)
+def test_other_outputs_than_those_of_the_reference(kernel, returned):
+    (failure,) = kernelcheck(kernel, jnp.sin, shape(3), dtypes="float32", raise_exception=False).failures
+    assert failure.message == f"the kernel returns {returned}, and the reference float32[3] as output 0"
+
+
+@row("K1")
 def test_what_the_reference_raises_comes_through():
     def reference(x):
         raise ZeroDivisionError("no")
