@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from jaxfn._check.closeness import by_magnitude, estimated, group_scale, magnitude_groups, observed
+from jaxfn._check.closeness import by_magnitude, estimated, magnitude_groups, observed, rounding_of_terms
 from jaxfn._parity.inputs import Array
 from jaxfn._parity.report import ParitycheckRow, uncompared_row
 from jaxfn._reports import Entry
@@ -126,7 +126,7 @@ def errors(
         else:  # integers are exact, also those that float64 does not have
             usual, noise = 0.0, 0.0
             error = np.abs(np.asarray(ours.astype(object) - expected.astype(object), np.float64))
-        absolute = usual * group_scale(np.abs(b)) + noise if atol is None else atol
+        absolute = rounding_of_terms(b, usual, 0.0) + noise if atol is None else atol
         tolerance = absolute + (usual if rtol is None else rtol) * np.abs(b)
         excess = np.where(error > 0, error / np.where(np.isfinite(tolerance), tolerance, 0.0), 0.0)
         relative = np.where(error > 0, error / np.abs(b), 0.0)
