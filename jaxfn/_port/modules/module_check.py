@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -41,69 +41,58 @@ def check_module(
     return report
 
 
+@dataclass
 class _ModuleCheck:
-    def __init__(
-        self,
-        port: PortedModule,
-        record: ModuleRecord,
-        report: ParitycheckReport,
-        rtol: float | None,
-        atol: float | None,
-    ) -> None:
-        self._port = port
-        self._record = record
-        self._report = report
-        self._tolerances = rtol, atol
+    port: PortedModule
+    record: ModuleRecord
+    report: ParitycheckReport
+    rtol: float | None
+    atol: float | None
 
     def run(self) -> None:
-        record, report = self._record, self._report
-        results, values, coarse = self._port.evaluate(rounding)
+        record, report = self.record, self.report
+        results, values, coarse = self.port.evaluate(rounding)
         if coarse and record.is_double:
             report.notes.append(
                 f"compared with the tolerance of {coarse}, in which the port computes with arguments of float64: a "
                 "mistake as small as a wrong epsilon may not show. Return captured arrays from `load`."
             )
-        self._rtol = max(values.rtol, 0.0 if record.is_double else rounding(np.float32))
-        self._noise = noise_of_zero(record.gradients.values(), self._rtol)
+        self._usual = max(values.rtol, 0.0 if record.is_double else rounding(np.float32))
+        self._noise = noise_of_zero(record.gradients.values(), self._usual)
         self._check_outputs(results.outputs)
         outputs_pass = not report.failures
         self._check_gradients(results.gradients)
-        self._check_buffers(results.buffers, record.parameters | record.new_buffers, "buffer {}")
-        missing, notes = self._port.unreturned_buffers(record.buffers, record.new_buffers)
-        for name in missing:
-            self._add_failure(f"buffer {name}", record.new_buffers[name], "not loaded")
-        report.notes += notes
+        self._check_buffers(results.buffers)
         self._find_first_deviation(LayerSearch(record, values), results.outputs, results.gradients, outputs_pass)
 
     def _add(self, what: str, ours: Array | None, expected: Array, noise: float = 0.0) -> None:
         if ours is not None and is_inexact(ours.dtype) == is_inexact(expected.dtype):
             ours = ours.astype(expected.dtype)  # dtypes are not those of the user's run
-        rtol, atol = self._tolerances
-        row = compare(self._report.port, what, ours, expected, rtol, atol, None, self._rtol, noise)
-        self._report.rows.append(replace(row, verdict="formula") if row.verdict == "differs" else row)
+        row = compare(self.report.port, what, ours, expected, self.rtol, self.atol, None, self._usual, noise)
+        self.report.rows.append(replace(row, verdict="formula") if row.verdict == "differs" else row)
 
     def _add_failure(self, what: str, array: Array, verdict: str) -> None:
-        self._report.rows.append(uncompared_row(self._report.port, what, array, verdict))
+        self.report.rows.append(uncompared_row(self.report.port, what, array, verdict))
 
     def _check_outputs(self, outputs: Mapping[int, Array]) -> None:
-        for what, expected in self._record.outputs.items():
+        for what, expected in self.record.outputs.items():
             self._add(what, outputs.get(int(what.removeprefix("output "))), expected)
         for i, output in outputs.items():
-            if f"output {i}" not in self._record.outputs:
+            if f"output {i}" not in self.record.outputs:
                 self._add_failure(f"output {i}", output, "extra")
 
     def _check_gradients(self, gradients: Mapping[str, Array]) -> None:
         zero: list[str] = []
         lost: list[str] = []
-        for name, expected in self._record.gradients.items():
+        for name, expected in self.record.gradients.items():
             if not expected.any():
                 zero.append(name)
-            if name in self._port.lost and expected.any():
+            if name in self.port.lost and expected.any():
                 lost.append(name)
                 self._add_failure(f"gradient of {name}", expected, "not loaded")
             else:
                 self._add(f"gradient of {name}", gradients[name], expected, self._noise)
-        extra = [path for path in self._port.extra if (abs(gradients[path]) > self._noise).any()]
+        extra = [path for path in self.port.extra if (abs(gradients[path]) > self._noise).any()]
         for path in extra:
             self._add_failure(f"gradient of the port's {path}", gradients[path], "extra")
         notes = {
@@ -113,20 +102,25 @@ class _ModuleCheck:
             "extra: the port has a gradient by {}, which `load` makes of none of torch's arrays. torch does not train "
             "it; a constant belongs into the port": extra,
         }
-        self._report.notes += [text.format(", ".join(names)) for text, names in notes.items() if names]
+        self.report.notes += [text.format(", ".join(names)) for text, names in notes.items() if names]
 
-    def _check_buffers(self, buffers: Mapping[str, Array], arrays: Mapping[str, Array], what: str) -> None:
-        expected = self._port.expected_buffers(arrays)
-        for path, names in self._port.buffer_sources.items():
+    def _check_buffers(self, buffers: Mapping[str, Array]) -> None:
+        record = self.record
+        expected = self.port.expected_buffers(record.parameters | record.new_buffers)
+        for path, names in self.port.buffer_sources.items():
             if names:
-                self._add(what.format(", ".join(sorted(names))), buffers[path], expected[path])
+                self._add(f"buffer {', '.join(sorted(names))}", buffers[path], expected[path])
+        missing, notes = self.port.unreturned_buffers(record.buffers, record.new_buffers)
+        for name in missing:
+            self._add_failure(f"buffer {name}", record.new_buffers[name], "not loaded")
+        self.report.notes += notes
 
     def _find_first_deviation(
         self, search: LayerSearch, outputs: Mapping[int, Array], gradients: Mapping[str, Array], outputs_pass: bool
     ) -> None:
-        record, report = self._record, self._report
+        record, report = self.record, self.report
         failed = {row.what for row in report.failures}
-        wrong = [name for name in record.parameters if f"gradient of {name}" in failed and name not in self._port.lost]
+        wrong = [name for name in record.parameters if f"gradient of {name}" in failed and name not in self.port.lost]
         if outputs_pass and not wrong:
             return
         if outputs_pass:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from operator import itemgetter
 from typing import Any, NamedTuple
 
@@ -123,16 +124,21 @@ class PortedModule:
         _, buffers = self._load_by_path(self._arrays(arrays))
         return {path: np.asarray(x) for path, x in buffers.items()}
 
-    def _call(self, named: Any, extra: Any, buffers: Any, values: Any) -> tuple[dict[int, Any], dict[str, Any]]:
-        parameters, loaded_buffers = self.load(self._arrays(named))
-        first = [_replaced(parameters, extra)]
-        first += [_replaced(loaded_buffers, buffers)] if self._has_buffers else []
-        returned = self._inputs.call(lambda *args: self._function(*first, *args), jnp.asarray, values)
+    def call(self, parameters: Any, buffers: Any, *args: Any) -> tuple[Any, Any]:
+        """Returns the outputs, or the loss, of the port, and its new buffers."""
+        returned = self._function(parameters, *([buffers] if self._has_buffers else []), *args)
         if not self._has_buffers:
-            return _outputs(returned), {}
+            return returned, buffers
         if not _is_pair(returned):
-            raise TypeError("paritycheck: with has_buffers=True, the port has to return (outputs, new buffers)")
-        return _outputs(returned[0]), self.returned_buffers(returned[1])
+            what = "outputs" if self._check == "paritycheck" else "loss"
+            raise TypeError(f"{self._check}: with has_buffers=True, the port has to return ({what}, new buffers)")
+        return returned
+
+    def _call(self, named: Any, extra: Any, values: Any) -> tuple[dict[int, Any], dict[str, Any]]:
+        parameters, buffers = self.load(self._arrays(named))
+        port = partial(self.call, _replaced(parameters, extra), buffers)
+        outputs, new_buffers = self._inputs.call(port, jnp.asarray, values)
+        return _outputs(outputs), self.returned_buffers(new_buffers)
 
     def returned_buffers(self, buffers: Any) -> dict[str, Any]:
         """Returns new buffers of the port by path; raises if they are not those that `load` returns."""
@@ -158,9 +164,9 @@ class PortedModule:
         others = [name for name in changed if name not in missing]
         return missing, [f"not compared: buffer {name}, which is not among the port's new buffers" for name in others]
 
-    def _program(self, named: Any, extra: Any, buffers: Any, values: Any) -> PortResults:
+    def _program(self, named: Any, extra: Any, values: Any) -> PortResults:
         def differentiable(named: Any, extra: Any, values: Any) -> Any:
-            outputs, new_buffers = self._call(named, extra, buffers, values)
+            outputs, new_buffers = self._call(named, extra, values)
             chosen = {i: y for i, y in outputs.items() if is_inexact(y.dtype)}
             return chosen, (outputs, new_buffers)
 
@@ -169,17 +175,14 @@ class PortedModule:
         gradients = of_named | of_extra | dict(zip(self._inputs.names, of_values, strict=True))
         return PortResults(outputs, new_buffers, gradients)
 
-    def _start(self) -> tuple[Any, ...]:
-        named = {name: jnp.asarray(x) for name, x in self._record.parameters.items()}
-        return named, self.extra, {}, list(map(jnp.asarray, self._inputs.values))
-
     def evaluate(self, tolerance: Callable[[Any], float]) -> tuple[PortResults, Values, str]:
         """Returns what the port computes, its intermediate values, and where it computes in less than float64.
 
         Args:
           tolerance: returns the relative tolerance of a dtype.
         """
-        start = self._start()
+        named = {name: jnp.asarray(x) for name, x in self._record.parameters.items()}
+        start = named, self.extra, list(map(jnp.asarray, self._inputs.values))
         with record_source_lines():
             closed, shape = jax.make_jaxpr(self._program, return_shape=True)(*start)
         jaxpr, consts = open_jaxpr(lower_jaxpr(closed))

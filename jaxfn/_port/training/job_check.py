@@ -139,7 +139,7 @@ class TrainingCheck:
         rtol: float | None,
         atol: float | None,
     ) -> None:
-        self._record, self._loss, self._optimizer, self._has_buffers = record, loss, optimizer, has_buffers
+        self._record, self._optimizer, self._has_buffers = record, optimizer, has_buffers
         self._port = PortedModule(loss, load, has_buffers, record)
         self._layouts = _Layouts(self._port)
         self._tolerances = rtol, atol
@@ -199,10 +199,7 @@ class TrainingCheck:
         return gradient, terms, new
 
     def _terms(self, parameters: Any, buffers: Any, batch: Any) -> tuple[Arrays, Any]:
-        returned = self._loss(parameters, *([buffers] if self._has_buffers else []), batch)
-        if self._has_buffers and not (isinstance(returned, tuple) and len(returned) == 2):
-            raise TypeError("trainingcheck: with has_buffers=True, the port has to return (loss, new buffers)")
-        loss, new = returned if self._has_buffers else (returned, buffers)
+        loss, new = self._port.call(parameters, buffers, batch)
         return {name: jnp.asarray(term) for name, term in terms_of(loss, "the port").items()}, new
 
     def _find_rounding(self, port: _PortStep, state: Any) -> None:
@@ -403,7 +400,7 @@ class TrainingCheck:
         after = step.parameters | step.buffers
         if self._has_buffers:
             ours, before = self._port.returned_buffers(buffers), arrays_by_path(port.buffers)
-            expected = arrays_by_path(self._layouts.load(_to_jax(port.before | after))[1])
+            expected = self._port.expected_buffers(after)
             for path, names in self._port.buffer_sources.items():
                 if names:
                     what, both = ", ".join(sorted(names)), (ours[path], expected[path])
