@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import jax
@@ -15,22 +16,16 @@ from jax.sharding import PartitionSpec as P
 
 import jaxfn
 from tests.support.cases import function_of, hand_written_of, on_host, residual_bytes
-from tests.support.contexts import CONTEXTS
+from tests.support.contexts import CONTEXTS, program
 from tests.support.marks import EXPERIMENTAL, HIGH_PRIMITIVES, TRACES_ALWAYS, cells, row
 
 X = np.linspace(-0.9, 1.1, 4, dtype=np.float32)
 
 
-class OnHost(jaxfn.Function):
-    """The identity, on the host."""
-
-    @staticmethod
-    def forward(ctx, x):
-        return on_host(lambda x: 1 * x, x, x)
-
-    @staticmethod
-    def backward(ctx, g):
-        return OnHost.apply(g)
+# The identity, on the host.
+identity_on_host = jaxfn.autograd_function(
+    lambda ctx, x: on_host(lambda x: 1 * x, x, x), lambda ctx, g: identity_on_host(g)
+)
 
 
 # A change of the gradient, and whether it is linear. If it is not, the second derivative under a checkpoint is JAX's.
@@ -39,7 +34,7 @@ RULES: dict[str, tuple[Callable[[Any], Any], bool]] = {
     "selected": (lambda g: jnp.where(jnp.arange(g.size).reshape(g.shape) < 3, g, 0), True),
     "scaled in a loop": (lambda g: lax.scan(lambda c, s: (c * s, None), g, jnp.arange(1.0, 4.0))[0], True),
     "solve": (lambda g: jnp.linalg.solve(jnp.eye(g.size) * 2 + 1, g.ravel()).reshape(g.shape), True),
-    "host": (lambda g: OnHost.apply(3 * g), True),
+    "host": (lambda g: identity_on_host(3 * g), True),
     "clipped": (lambda g: jnp.clip(g, -0.5, 0.5), False),
     "affine": (lambda g: 2 * g + 1, False),
     "Function": (lambda g: squashed(g), False),
@@ -77,7 +72,7 @@ def second(loss: Any, x: Any) -> Any:
 
 @row("D9", "E1b")
 @cells(
-    "rule,rules,program",
+    "rule,rules,context",
     [
         ("linear", "backward", "eager"),
         ("selected", "backward", "jit"),
@@ -89,9 +84,9 @@ def second(loss: Any, x: Any) -> Any:
         ("Function", "both", "eager"),
     ],
 )
-def test_a_checkpoint_saves_nothing_and_computes_the_output_again(rule, rules, program):
+def test_a_checkpoint_saves_nothing_and_computes_the_output_again(rule, rules, context):
     change, is_linear = RULES[rule]
-    ours, theirs = map(CONTEXTS[program], (tanh_with(change, rules), hand_written(change)))
+    ours, theirs = map(CONTEXTS[context], (tanh_with(change, rules), hand_written(change)))
     nbytes = [residual_bytes(chain(f, jax.checkpoint), (jnp.ones(100),)) for f in (ours, theirs)]
     assert nbytes == [400, 400]
     for checkpoint in (lambda f: f, jax.checkpoint):
@@ -104,43 +99,36 @@ def test_a_checkpoint_saves_nothing_and_computes_the_output_again(rule, rules, p
 # --- names by checkpoint_name
 
 
-class Named(jaxfn.Function):
-    @staticmethod
-    def forward(ctx, x):
-        ctx.save_for_backward(checkpoint_name(jnp.cos(x), "saved"))
-        return checkpoint_name(jnp.sin(checkpoint_name(1 * x, "inside")), "output")
-
-    @staticmethod
-    def backward(ctx, g):
-        return g * ctx.saved_tensors[0]
-
-
-class NamedInBothModes(Named):
-    generate_jvp_rule = True
+def of_names(rules: str) -> Any:
+    return function_of(
+        rules,
+        lambda x: checkpoint_name(jnp.sin(checkpoint_name(1 * x, "inside")), "output"),
+        None,
+        lambda saved, g: g * saved[0],
+        lambda args, _: (checkpoint_name(jnp.cos(args[0]), "saved"),),
+    )
 
 
 named = jax.custom_vjp(jnp.sin)
-
-
-def named_fwd(x):
-    return checkpoint_name(jnp.sin(x), "output"), checkpoint_name(jnp.cos(x), "saved")
-
-
-named.defvjp(named_fwd, lambda saved, g: (g * saved,))
+named.defvjp(
+    lambda x: (checkpoint_name(jnp.sin(x), "output"), checkpoint_name(jnp.cos(x), "saved")),
+    lambda saved, g: (g * saved,),
+)
 
 
 @row("E1b")
 @pytest.mark.xfail(EXPERIMENTAL, strict=False, reason="with JAX_CUSTOM_VJP3 the policies do not see these names")
 @cells(
-    "function,names", [(Named, ("output", "saved")), (NamedInBothModes, ("output",)), (Named, ("saved",)), (Named, ())]
+    "rules,names",
+    [("backward", ("output", "saved")), ("generated", ("output",)), ("backward", ("saved",)), ("backward", ())],
 )
-def test_policies_see_the_names_of_outputs_and_of_saved_arrays(function, names):
+def test_policies_see_the_names_of_outputs_and_of_saved_arrays(rules, names):
     policy = jax.checkpoint_policies.save_only_these_names(*names, "inside")
 
     def loss(f):
         return jax.checkpoint(lambda x: jnp.sum(jnp.sin(f(jnp.sin(x)))), policy=policy)
 
-    ours, theirs = loss(function.apply), loss(named)
+    ours, theirs = loss(of_names(rules)), loss(named)
     x = jnp.linspace(-1, 1, 100)
     nbytes = [residual_bytes(f, (x,)) for f in (ours, theirs)]
     assert nbytes == [400 * (1 + len(names))] * 2
@@ -150,18 +138,14 @@ def test_policies_see_the_names_of_outputs_and_of_saved_arrays(function, names):
 # --- names of axes
 
 
-NAMED: dict[str, Callable[..., Any]] = {
-    "vmap in checkpoint": lambda f, c: c(jax.vmap(f, axis_name="i")),
-    "checkpoint in vmap": lambda f, c: jax.vmap(c(f), axis_name="i"),
-    "jit of vmap in checkpoint": lambda f, c: c(jax.jit(jax.vmap(f, axis_name="i"))),
-    "scan in vmap": lambda f, c: jax.vmap(
-        lambda x: lax.scan(lambda x, _: (c(f)(x), None), x, None, length=2)[0], axis_name="i"
-    ),
-    "checkpoint of scan in vmap": lambda f, c: jax.vmap(
-        c(lambda x: lax.scan(lambda x, _: (f(x), None), x, None, length=2)[0]), axis_name="i"
-    ),
-    "two vmaps": lambda f, c: lambda x: jax.vmap(c(jax.vmap(f, axis_name="i")), 1, 1)(jnp.stack([x, 2 * x], 1)).sum(1),
-}
+def two_steps(f: Any) -> Any:
+    return lambda x: lax.scan(lambda x, _: (f(x), None), x, None, length=2)[0]
+
+
+def over_columns(f: Any) -> Any:
+    return lambda x: jax.vmap(f, 1, 1)(jnp.stack([x, 2 * x], 1)).sum(1)
+
+
 COLLECTIVE: dict[str, Callable[[Any], Any]] = {
     "sum": lambda g: lax.psum(g, "i"),
     "mean": lambda g: g - lax.psum(g, "i") / len(X),  # JAX does not bind the name for pmean in a bwd
@@ -172,70 +156,55 @@ COLLECTIVE: dict[str, Callable[[Any], Any]] = {
 }
 
 
-def check(loss: Callable[..., Any], change: Callable[[Any], Any], token_bytes: tuple[int, ...] = ()) -> None:
-    """Compares the second derivative of a loss of (tanh, a checkpoint), and what it saves, with hand-written ones."""
+def check(name: str, change: Callable[[Any], Any], token_bytes: tuple[int, ...] = (), **steps: Any) -> None:
+    """Compares the second derivative of a program of tanh, and what it saves, with those of a hand-written rule."""
     ours, theirs = tanh_with(change), hand_written(change)
     for checkpoint in (lambda f: f, jax.checkpoint):
-        expected = second(loss(theirs, checkpoint), X)
-        np.testing.assert_allclose(second(loss(ours, checkpoint), X), expected, rtol=1e-4, atol=1e-5)
-        nbytes = [residual_bytes(loss(f, checkpoint), (X,)) for f in (ours, theirs)]
+
+        def loss(f, checkpoint=checkpoint):
+            mapped = program(name, scan=two_steps, checkpoint=checkpoint, **steps)(f)
+            return lambda x: jnp.sum(jnp.sin(mapped(x)))
+
+        np.testing.assert_allclose(second(loss(ours), X), second(loss(theirs), X), rtol=1e-4, atol=1e-5)
+        nbytes = [residual_bytes(loss(f), (X,)) for f in (ours, theirs)]
         assert nbytes[0] - nbytes[1] in (0, *token_bytes)
 
 
 @row("D9", "E1", "E1b")
 @cells(
-    "program,rule",
+    "name,rule",
     [
-        ("vmap in checkpoint", "sum"),
-        ("checkpoint in vmap", "clipped sum"),
-        ("jit of vmap in checkpoint", "moved"),
-        ("scan in vmap", "mean"),
-        ("checkpoint of scan in vmap", "largest"),
-        ("two vmaps", "index"),
+        ("checkpoint of vmap", "sum"),
+        ("vmap of checkpoint", "clipped sum"),
+        ("checkpoint of jit of vmap", "moved"),
+        ("vmap of scan of checkpoint", "mean"),
+        ("vmap of checkpoint of scan", "largest"),
+        ("vmap over columns of checkpoint of vmap", "index"),
     ],
-    NAMED,
-    COLLECTIVE,
 )
-def test_rules_that_use_the_name_of_a_vmapped_axis(program, rule):
-    def loss(f, c):
-        mapped = NAMED[program](f, c)
-        return lambda x: jnp.sum(jnp.sin(mapped(x)))
-
-    check(loss, COLLECTIVE[rule])
-
-
-SHARDED: dict[str, Callable[..., Any]] = {
-    "shard_map in checkpoint": lambda f, c, s: c(s(f)),
-    "checkpoint in shard_map": lambda f, c, s: s(c(f)),
-    "checkpoint of scan in shard_map": lambda f, c, s: s(
-        c(lambda x: lax.scan(lambda x, _: (f(x), None), x, None, length=2)[0])
-    ),
-    "scan in shard_map": lambda f, c, s: s(lambda x: lax.scan(lambda x, _: (c(f)(x), None), x, None, length=2)[0]),
-}
+def test_rules_that_use_the_name_of_a_vmapped_axis(name, rule):
+    check(name, COLLECTIVE[rule], **{"vmap": partial(jax.vmap, axis_name="i"), "vmap over columns": over_columns})
 
 
 @row("D9", "E1b", "E2")
 @cells(
-    "program,rule,check_vma",
+    "name,rule,check_vma",
     [
-        ("shard_map in checkpoint", "sum", True),
-        ("checkpoint in shard_map", "moved", False),
-        ("checkpoint in shard_map", "clipped", True),
-        ("checkpoint of scan in shard_map", "index", False),
-        ("checkpoint of scan in shard_map", "largest", True),
-        ("scan in shard_map", "clipped sum", False),
-        ("scan in shard_map", "mean", True),
+        ("checkpoint of shard_map", "sum", True),
+        ("shard_map of checkpoint", "moved", False),
+        ("shard_map of checkpoint", "clipped", True),
+        ("shard_map of checkpoint of scan", "index", False),
+        ("shard_map of checkpoint of scan", "largest", True),
+        ("shard_map of scan of checkpoint", "clipped sum", False),
+        ("shard_map of scan of checkpoint", "mean", True),
     ],
-    SHARDED,
-    [*COLLECTIVE, "linear", "clipped"],
-    [True, False],
 )
 @HIGH_PRIMITIVES
-def test_rules_that_use_the_name_of_a_mesh_axis(program, rule, check_vma):
+def test_rules_that_use_the_name_of_a_mesh_axis(name, rule, check_vma):
     change = COLLECTIVE[rule] if rule in COLLECTIVE else RULES[rule][0]
     mesh = jax.make_mesh((len(X),), ("i",), axis_types=(jax.sharding.AxisType.Auto,))
 
-    def sharded(f):
+    def shard_map(f):
         return jax.jit(jax.shard_map(f, mesh=mesh, in_specs=P("i"), out_specs=P("i"), check_vma=check_vma))
 
     def varying(g):
@@ -244,12 +213,9 @@ def test_rules_that_use_the_name_of_a_mesh_axis(program, rule, check_vma):
         varies = not check_vma or "i" in jax.typeof(changed).manual_axis_type.varying
         return changed if varies else lax.pcast(changed, "i", to="varying")
 
-    def loss(f, c):
-        mapped = SHARDED[program](f, c, sharded)
-        return lambda x: jnp.sum(jnp.sin(mapped(x)))
-
     with jax.set_mesh(mesh):
-        check(loss, varying, token_bytes=(4, 4 * len(X)))  # one number, or one on each device
+        token_bytes = (4, 4 * len(X))  # one number, or one on each device
+        check(name, varying, token_bytes, shard_map=shard_map)
 
 
 @row("E2")

@@ -53,10 +53,9 @@ BOTH = pytest.mark.parametrize("function", [Square, SquareBoth], ids=["reverse",
 class Log:
     """Hooks that write down what they get."""
 
-    def __init__(self, tag: str = "") -> None:
+    def __init__(self) -> None:
         self.packed: list[Any] = []
         self.unpacked: list[Any] = []
-        self.tag = tag
 
     def pack(self, x: Any) -> Any:
         self.packed.append((x.shape, str(x.dtype)))

@@ -23,7 +23,7 @@ import pytest
 import jaxfn
 from tests.support.cases import CASES
 from tests.support.marks import EXPERIMENTAL, cells, row, slow
-from tests.support.transformations import TRANSFORMATIONS
+from tests.support.transformations import transform
 
 ROOT = Path(__file__).parents[2]
 MAY_CACHE_TRACES = pytest.mark.skipif(EXPERIMENTAL, reason="JAX_CUSTOM_VJP3 caches traces until its caches are full")
@@ -354,30 +354,29 @@ EXP = next(case for case in CASES if case.name == "exp")
 
 @row("J2")
 @cells(
-    "setting, transformation",
+    "setting, program",
     [
-        ("debug_nans", "second_order"),
-        ("debug_nans", "vmap_of_grad"),
-        ("disable_jit", "scan"),
-        ("disable_jit", "checkpoint_by_name"),
-        ("strict dtype promotion", "jit_of_grad"),
-        ("strict dtype promotion", "second_order_of_vmap"),
-        ("no rank promotion", "grad_of_vmap_of_grad"),
-        ("no rank promotion", "cond"),
-        ("checks", "second_order_of_scan"),
-        ("checks", "grad_of_jit"),
+        ("debug_nans", "vjp of grad"),
+        ("debug_nans", "vmap of grad"),
+        ("disable_jit", "jit of grad of scan"),
+        ("disable_jit", "jit of grad of checkpoint by_name"),
+        ("strict dtype promotion", "jit of grad"),
+        ("strict dtype promotion", "jit of grad of grad of vmap"),
+        ("no rank promotion", "jit of grad of vmap of grad"),
+        ("no rank promotion", "jit of grad of cond"),
+        ("checks", "jit of grad of grad of scan"),
+        ("checks", "grad of jit"),
         *[
-            pytest.param(setting, t, marks=slow)
+            pytest.param(setting, program, marks=slow)
             for setting in SETTINGS
-            for t in ("third_order", "jacrev", "carried_scan")
+            for program in ("jit of grad of grad of grad", "jacrev", "carried scan")
         ],
     ],
 )
-def test_settings(setting, transformation):
-    run = TRANSFORMATIONS[transformation]
-    expected = run(EXP, EXP.reference)
+def test_settings(setting, program):
+    expected = transform(program, EXP, EXP.reference)
     with SETTINGS[setting]():
-        got = run(EXP, EXP.apply)
+        got = transform(program, EXP, EXP.apply)
     for ours, theirs in zip(jax.tree.leaves(got), jax.tree.leaves(expected), strict=True):
         np.testing.assert_allclose(ours, theirs, rtol=2e-4, atol=2e-5)
 

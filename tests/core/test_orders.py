@@ -179,7 +179,7 @@ def test_backward_runs_once_for_an_output_that_is_used_and_saved(backward, secon
         assert len(calls) == order  # one for the inner derivative, one for the outer
 
 
-@row("E5")
+@row("E1", "E5")
 def test_nothing_differentiates_a_forward_that_cannot_be():
     """Not at second order either: torch's double-backward idiom with an opaque forward."""
 
@@ -189,11 +189,13 @@ def test_nothing_differentiates_a_forward_that_cannot_be():
         return on_host(np.sin, x, x)
 
     opaque.backward(lambda ctx, g: g * jnp.cos(ctx.saved_tensors[0]))
-    for wrap in (lambda f: f, jax.jit):
+    for wrap in (lambda f: f, jax.jit, jax.checkpoint):
         got = [wrap(nth(opaque, n))(jnp.float32(0.3)) for n in (1, 2, 3)]
         np.testing.assert_allclose(got, [np.cos(0.3), -np.sin(0.3), -np.cos(0.3)], rtol=1e-5)
         np.testing.assert_allclose(nth(wrap(opaque), 2)(jnp.float32(0.3)), -np.sin(0.3), rtol=1e-5)
-    np.testing.assert_allclose(jax.vmap(nth(opaque, 2))(jnp.full(3, 0.3)), np.full(3, -np.sin(0.3)), rtol=1e-5)
+        np.testing.assert_allclose(
+            jax.vmap(nth(wrap(opaque), 2))(jnp.full(3, 0.3)), np.full(3, -np.sin(0.3)), rtol=1e-5
+        )
 
 
 @jax.jit

@@ -20,21 +20,6 @@ LINEAR = next(case for case in CASES if case.name == "linear")
 
 
 @row("E1")
-def test_pure_callback_inside_forward_under_everything():
-    @jaxfn.function
-    def host_sin(ctx, x):
-        ctx.save_for_backward(x)
-        shape = jax.ShapeDtypeStruct(x.shape, x.dtype)
-        return jax.pure_callback(np.sin, shape, x, vmap_method="expand_dims")
-
-    host_sin.backward(lambda ctx, g: g * jnp.cos(ctx.saved_tensors[0]))
-    x = jnp.linspace(0.0, 1.0, 5)
-    for wrap in (eager, jit, checkpoint):
-        np.testing.assert_allclose(jax.vmap(jax.grad(wrap(host_sin)))(x), np.cos(x), rtol=1e-6)
-        np.testing.assert_allclose(jax.grad(lambda x, w=wrap: jax.vmap(w(host_sin))(x).sum())(x), np.cos(x), rtol=1e-6)
-
-
-@row("E1")
 def test_functions_nest_in_forward_and_backward():
     @jaxfn.function
     def outer(ctx, x):
