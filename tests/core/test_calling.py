@@ -14,7 +14,7 @@ import pytest
 
 import jaxfn
 from jaxfn import _compat
-from tests.support.cases import MulConstant, Square
+from tests.support.cases import MulConstant, Square, function_of, hand_written_of
 from tests.support.either_library import G, X, assert_gradients, function_in, in_each_library
 from tests.support.marks import EXPERIMENTAL, row
 
@@ -84,23 +84,22 @@ def test_gradients_of_variadic_arguments():
     ids=["positions", "all by keyword", "a keyword", "keywords in another order"],
 )
 def test_keywords_and_defaults_as_in_torch(lib, call, factor):
-    class Affine(lib.Function):
-        @staticmethod
-        def forward(x, y, scale=2.0, shift=0.5):
-            return x * y * scale + shift
+    def setup_context(ctx, inputs, output):
+        x, y, ctx.scale, _ = inputs
+        ctx.save_for_backward(x, y)
 
-        @staticmethod
-        def setup_context(ctx, inputs, output):
-            x, y, ctx.scale, _ = inputs
-            ctx.save_for_backward(x, y)
+    def backward(ctx, grad_output):
+        x, y = ctx.saved_tensors
+        return y * ctx.scale * grad_output, 3 * x * ctx.scale * grad_output, None, None
 
-        @staticmethod
-        def backward(ctx, grad_output):
-            x, y = ctx.saved_tensors
-            return y * ctx.scale * grad_output, 3 * x * ctx.scale * grad_output, None, None
-
+    affine = function_in(
+        lib,
+        lambda x, y, scale=2.0, shift=0.5: x * y * scale + shift,
+        backward,
+        setup_context=staticmethod(setup_context),
+    )
     args = [X, X + 1]
-    assert_gradients(lib, lambda x, y: call(Affine.apply, x, y), args, (X + 1) * factor * G, 3 * X * factor * G)
+    assert_gradients(lib, lambda x, y: call(affine, x, y), args, (X + 1) * factor * G, 3 * X * factor * G)
 
 
 @row("A1")
@@ -329,32 +328,21 @@ def test_a_function_without_forward_or_ctx():
 def counting_products(calls, pack, unpack):
     """A Function and its hand-written custom_vjp, of two packed arguments; `calls` gets what user code ran."""
 
-    @jaxfn.function
-    def product(ctx, *packed):
+    def value(*packed):
         calls.append("forward")
         x, w = unpack(*packed)
-        ctx.save_for_backward(x, w)
         return x * w
 
-    @product.backward
-    def _(ctx, grad_output):
+    def pull(saved, grad_output):
         calls.append("backward")
-        x, w = ctx.saved_tensors
+        x, w = saved
         return pack(grad_output * w, grad_output * x)
 
-    def fwd(*packed):
-        calls.append("forward")
-        x, w = unpack(*packed)
-        return x * w, (x, w)
+    def saved(args, output):
+        return unpack(*args)
 
-    def bwd(residuals, grad_output):
-        calls.append("backward")
-        x, w = residuals
-        return pack(grad_output * w, grad_output * x)
-
-    hand_written = jax.custom_vjp(lambda *packed: fwd(*packed)[0])
-    hand_written.defvjp(fwd, bwd)
-    return [lambda x, w, f=f: f(*pack(x, w)) for f in (product, hand_written)]
+    functions = function_of("backward", value, None, pull, saved), hand_written_of(value, pull, saved)
+    return [lambda x, w, f=f: f(*pack(x, w)) for f in functions]
 
 
 PACKINGS = {

@@ -166,10 +166,10 @@ def sine_closing_over_its_scale(w, form):
         ctx.save_for_forward(saved)
         return jnp.sin(x)
 
-    def rule(ctx, moving, scale=w):
+    def rule(ctx, moving, scale=w, *, again=w):
         (saved,) = ctx.saved_tensors
         slope = saved if form == "intermediate" else jnp.cos(saved)
-        factors = {"defaults": scale * scale, "tuples": held[0][0] ** 2}
+        factors = {"defaults": scale * again, "tuples": held[0][0] ** 2}
         return moving * slope * factors.get(form, square())
 
     functions = {"backward": staticmethod(rule), "forward": staticmethod(forward)}

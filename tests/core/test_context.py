@@ -37,44 +37,36 @@ EVERY_CONTEXT = pytest.mark.parametrize("context", CONTEXTS)
 def test_setup_context_gets_all_inputs_with_their_defaults(lib):
     seen = []
 
-    class Defaults(lib.Function):
-        @staticmethod
-        def forward(x, k=3, mode="a", w=None):
-            return x * k, "text", x + 1
+    def setup_context(ctx, inputs, output):
+        seen.append((type(inputs), inputs[1:], len(ctx.needs_input_grad), type(output), output[1], len(output)))
 
-        @staticmethod
-        def setup_context(ctx, inputs, output):
-            seen.append((type(inputs), inputs[1:], len(ctx.needs_input_grad), type(output), output[1], len(output)))
-
-        @staticmethod
-        def backward(ctx, first, text, last):
-            return first * 3 + last, None, None, None
-
-    assert_gradients(lib, Defaults.apply, [X], 3 * G + cotangent(X.shape, 2))
+    f = function_in(
+        lib,
+        lambda x, k=3, mode="a", w=None: (x * k, "text", x + 1),
+        lambda ctx, first, text, last: (first * 3 + last, None, None, None),
+        setup_context=staticmethod(setup_context),
+    )
+    assert_gradients(lib, f, [X], 3 * G + cotangent(X.shape, 2))
     assert seen == [(tuple, (3, "a", None), 4, tuple, "text", 3)]
 
 
 @row("B2")
 def test_setup_context_gets_keyword_only_parameters_after_the_others():
-    class Separate(jaxfn.Function):
-        seen = None
+    seen = []
 
-        @staticmethod
-        def forward(x, scale=2.0, *, power=1, offset=0.5):
-            return scale * x**power + offset
+    def setup_context(ctx, inputs, output):
+        seen.append(inputs[1:])
+        ctx.inputs, ctx.output = inputs, output
 
-        @staticmethod
-        def setup_context(ctx, inputs, output):
-            Separate.seen = inputs[1:]
-            ctx.inputs, ctx.output = inputs, output
+    def backward(ctx, g):
+        x, scale, power, _offset = ctx.inputs
+        return g * scale * power * x ** (power - 1) + 0 * ctx.output, None, None
 
-        @staticmethod
-        def backward(ctx, g):
-            x, scale, power, _offset = ctx.inputs
-            return g * scale * power * x ** (power - 1) + 0 * ctx.output, None, None
-
-    value, grad = jax.value_and_grad(lambda x: Separate.apply(x, power=3))(2.0)
-    assert Separate.seen == (2.0, 3, 0.5)
+    f = jaxfn.autograd_function(
+        lambda x, scale=2.0, *, power=1, offset=0.5: scale * x**power + offset, backward, setup_context=setup_context
+    )
+    value, grad = jax.value_and_grad(lambda x: f(x, power=3))(2.0)
+    assert seen[0] == (2.0, 3, 0.5)
     assert (value, grad) == (16.5, 24.0)
 
 
@@ -626,17 +618,12 @@ def test_the_gradient_of_what_is_not_a_number_in_loops(count, materialize, loop)
 @row("B10")
 @in_each_library
 def test_mark_dirty_means_that_a_new_value_is_returned(lib):
-    class Triple(lib.Function):
-        @staticmethod
-        def forward(ctx, x):
-            ctx.mark_dirty(x)
-            return x * 3 if issubclass(lib, Jax) else x.mul_(3)
+    def forward(ctx, x):
+        ctx.mark_dirty(x)
+        return x * 3 if issubclass(lib, Jax) else x.mul_(3)
 
-        @staticmethod
-        def backward(ctx, grad_output):
-            return grad_output * 5
-
-    triple = lambda x: Triple.apply(x * 1)  # noqa: E731
+    tripled = function_in(lib, forward, lambda ctx, grad_output: grad_output * 5, "Triple")
+    triple = lambda x: tripled(x * 1)  # noqa: E731
     if not issubclass(lib, Jax):
         assert_gradients(lib, triple, [X], 5 * G)
         return
@@ -645,7 +632,7 @@ def test_mark_dirty_means_that_a_new_value_is_returned(lib):
     with warnings.catch_warnings():
         warnings.simplefilter("error")  # warned of once
         x = jnp.asarray(X)
-        np.testing.assert_allclose(Triple.apply(x), 3 * X)
+        np.testing.assert_allclose(tripled(x), 3 * X)
         np.testing.assert_allclose(x, X)
 
 

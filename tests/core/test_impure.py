@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 import jaxfn
-from tests.support.contexts import CONTEXTS, checkpoint, cond, eager, jit, scan, vmap
+from tests.support.contexts import CONTEXTS, eager, jit, program
 from tests.support.marks import TRACES_ALWAYS, TWO_TRACES, cells, row
 
 X = jnp.array([0.3, 1.4, -0.7], jnp.float32)
@@ -88,75 +88,60 @@ def all_orders(f, inside=eager):
     return all_three
 
 
-PROGRAMS = {
-    "eager": all_orders,
-    "jit of all": lambda f: jit(all_orders(f)),
-    "jit of the gradient": lambda f: all_orders(f, inside=jit),
-    "jit of the function": lambda f: all_orders(jit(f)),
-    "jit of all and of the function": lambda f: jit(all_orders(jit(f))),
-    "checkpoint": lambda f: all_orders(checkpoint(f)),
-    "cond": lambda f: all_orders(cond(f)),
-    "scan": lambda f: all_orders(scan(f)),
-    "scan of all": lambda f: scan(all_orders(f)),
-    "vmap": lambda f: vmap(all_orders(f)),
-    "vmap of jit": lambda f: vmap(jit(all_orders(f))),
-    "jit of vmap": lambda f: jit(vmap(all_orders(f))),
-}
+STEPS = {"orders": all_orders, "orders, by jit": lambda f: all_orders(f, inside=jit)}
 SECOND_RUN = r"^Drawing[\s\S]*returned different values"
 
 
 @row("A8")
 @cells(
-    "source,program",
+    "source,name",
     [
-        ("global numpy", "eager"),
-        ("generator", "jit of all"),
-        ("python", "jit of the gradient"),
-        ("python", "jit of the function"),
-        ("global", "jit of all and of the function"),
-        ("variable", "checkpoint"),
-        ("variable", "cond"),
-        ("global numpy", "scan"),
-        ("generator", "scan of all"),
-        ("python", "vmap"),
-        ("global", "vmap of jit"),
-        ("variable", "jit of vmap"),
-        ("variable", "eager"),
+        ("global numpy", "orders"),
+        ("generator", "jit of orders"),
+        ("python", "orders, by jit"),
+        ("python", "orders of jit"),
+        ("global", "jit of orders of jit"),
+        ("variable", "orders of checkpoint"),
+        ("variable", "orders of cond"),
+        ("global numpy", "orders of scan"),
+        ("generator", "scan of orders"),
+        ("python", "vmap of orders"),
+        ("global", "vmap of jit of orders"),
+        ("variable", "jit of vmap of orders"),
+        ("variable", "orders"),
     ],
-    SOURCES,
-    PROGRAMS,
 )
-def test_a_second_run_that_draws_again_raises(program, source):
+def test_a_second_run_that_draws_again_raises(name, source):
     """A second derivative runs forward again, which draws other numbers: that is detected."""
     with pytest.raises(NotImplementedError, match=SECOND_RUN):
-        PROGRAMS[program](drawing(source))(X)
+        program(name, **STEPS)(drawing(source))(X)
 
 
 @row("A8")
 @cells(
-    "source,program,how,reads_flags",
+    "source,name,how,reads_flags",
     [
-        ("generator", "eager", "large", False),
-        ("variable", "eager", "plain", True),
-        ("generator", "jit of all", "inner jit", True),
-        ("variable", "jit of the gradient", "large", True),
-        ("global numpy", "jit of the function", "inner jit", False),
-        ("variable", "checkpoint", "inner jit", False),
-        ("generator", "scan", "plain", True),
-        ("global numpy", "vmap", "large", False),
-        ("generator", "vmap of jit", "inner jit", True),
+        ("generator", "orders", "large", False),
+        ("variable", "orders", "plain", True),
+        ("generator", "jit of orders", "inner jit", True),
+        ("variable", "orders, by jit", "large", True),
+        ("global numpy", "orders of jit", "inner jit", False),
+        ("variable", "orders of checkpoint", "inner jit", False),
+        ("generator", "orders of scan", "plain", True),
+        ("global numpy", "vmap of orders", "large", False),
+        ("generator", "vmap of jit of orders", "inner jit", True),
     ],
 )
-def test_a_second_run_is_compared_entry_by_entry_and_in_inner_programs(program, source, how, reads_flags):
+def test_a_second_run_is_compared_entry_by_entry_and_in_inner_programs(name, source, how, reads_flags):
     f = drawing(source, how, "read" if reads_flags else "not read")
     for _ in range(2):
         with pytest.raises(NotImplementedError, match="^Drawing"):
-            PROGRAMS[program](f)(X)
+            program(name, **STEPS)(f)(X)
 
 
 @row("A8", "D8")
 @cells(
-    "source,how,program,outside",
+    "source,how,context,outside",
     [
         ("generator", "plain", "eager", "eager"),
         ("variable", "large", "eager", "vmap"),
@@ -167,17 +152,16 @@ def test_a_second_run_is_compared_entry_by_entry_and_in_inner_programs(program, 
         ("generator", "plain", "vmap", "vmap"),
     ],
 )
-def test_a_second_run_for_a_mixed_derivative_that_draws_again_raises(program, source, how, outside):
+def test_a_second_run_for_a_mixed_derivative_that_draws_again_raises(context, source, how, outside):
     """The flags of the mixed derivative are wider, so that forward runs again."""
     f = drawing(source, how, "saved by")
 
     def mixed(x, w):
-        slope = jax.grad(lambda x, w: jnp.sum(CONTEXTS[program](f)(x, w)))
+        slope = jax.grad(lambda x, w: jnp.sum(CONTEXTS[context](f)(x, w)))
         return jax.grad(lambda w: jnp.sum(slope(x, w)))(w)
 
-    outsides = CONTEXTS | {"jit of vmap": lambda f: jit(vmap(f))}
     with pytest.raises(NotImplementedError, match="^Drawing"):
-        outsides[outside](mixed)(X, jnp.full(3, 1.5))
+        program(outside)(mixed)(X, jnp.full(3, 1.5))
 
 
 def check_first(y, slope):
@@ -200,14 +184,14 @@ def test_a_forward_that_counts_its_runs_alone_is_right(around, reads_flags):
 
     f = jaxfn.autograd_function(forward, lambda ctx, g: g * ctx.c)
     around = CONTEXTS[around]
-    for program in (around(all_orders(f)), all_orders(around(f))):
-        for got, expected in zip(program(X), (jnp.sin(X), jnp.cos(X), -jnp.sin(X)), strict=True):
+    for orders in (around(all_orders(f)), all_orders(around(f))):
+        for got, expected in zip(orders(X), (jnp.sin(X), jnp.cos(X), -jnp.sin(X)), strict=True):
             np.testing.assert_allclose(got, expected, rtol=1e-6)
 
 
 @row("A8")
 @cells(
-    "source,program",
+    "source,name",
     [
         ("global numpy", "jit"),
         ("python", "jit"),
@@ -219,10 +203,9 @@ def test_a_forward_that_counts_its_runs_alone_is_right(around, reads_flags):
         ("generator", "jit of vmap"),
     ],
 )
-def test_value_and_gradient_are_of_one_run_if_it_reads_its_flags(program, source):
+def test_value_and_gradient_are_of_one_run_if_it_reads_its_flags(name, source):
     """JAX stages the call without a derivative, and `forward` runs again with other flags."""
-    programs = CONTEXTS | {"jit of vmap": lambda f: jit(vmap(f))}
-    y, pull = jax.vjp(programs[program](drawing(source, flags="read")), X)
+    y, pull = jax.vjp(program(name)(drawing(source, flags="read")), X)
     check_first(y, pull(jnp.ones_like(y))[0])
 
 

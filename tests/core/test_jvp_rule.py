@@ -484,17 +484,6 @@ def test_generate_jvp_rule_and_a_jvp():
 # --- D6, C13: no rule for a mode
 
 
-@row("D6")
-@pytest.mark.parametrize("context", ["eager", "jit", "vmap"])
-def test_no_forward_mode_without_a_rule(context):
-    square = CONTEXTS[context](cases.Square.apply)
-    for f in (lambda f: jax.jvp(f, (1.0,), (1.0,)), lambda f: jax.jacfwd(f)(1.0), lambda f: jax.hessian(f)(1.0)):
-        with pytest.raises(TypeError, match=r"can't apply forward-mode autodiff \(jvp\) to a custom_vjp function"):
-            f(square)
-    assert jax.grad(square)(1.0) == 2
-    assert jax.jacrev(jax.jacrev(square))(1.0) == 2
-
-
 @row("C13", "D6")
 @pytest.mark.parametrize("attributes", [{}, {"generate_jvp_rule": True}], ids=["", "generate_jvp_rule"])
 def test_no_rule_at_all(attributes):

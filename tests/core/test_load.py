@@ -12,7 +12,9 @@ import subprocess
 import sys
 import textwrap
 import threading
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import cloudpickle
 import jax
@@ -21,7 +23,7 @@ import numpy as np
 import pytest
 
 import jaxfn
-from tests.support.cases import CASES
+from tests.support.cases import CASES, function_of
 from tests.support.marks import EXPERIMENTAL, cells, row, slow
 from tests.support.transformations import transform
 
@@ -29,19 +31,11 @@ ROOT = Path(__file__).parents[2]
 MAY_CACHE_TRACES = pytest.mark.skipif(EXPERIMENTAL, reason="JAX_CUSTOM_VJP3 caches traces until its caches are full")
 
 
-def sine(scale: float) -> type[jaxfn.Function]:
-    class Sine(jaxfn.Function):
-        @staticmethod
-        def forward(ctx, x):
-            ctx.save_for_backward(x)
-            return jnp.sin(x) * scale
+def sine(scale: float) -> Callable[..., Any]:
+    def pull(saved, g):
+        return g * jnp.cos(saved[0]) * scale
 
-        @staticmethod
-        def backward(ctx, g):
-            (x,) = ctx.saved_tensors
-            return g * jnp.cos(x) * scale
-
-    return Sine
+    return function_of("backward", lambda x: jnp.sin(x) * scale, None, pull, name="Sine")
 
 
 @row("J1")
@@ -51,7 +45,7 @@ def test_many_functions_in_one_trace(count):
 
     def chain(x):
         for function in functions:
-            x = x + function.apply(x) / count
+            x = x + function(x) / count
         return x
 
     value, slope = 0.5, 1.0
@@ -142,9 +136,9 @@ def test_32_threads_at_a_time():
         function, x = sine(1.0 + i), jnp.arange(3.0) + i
         together.wait()
         for _ in range(2):
-            own, shared = function.apply(x), Scale.apply(x, float(i))
-            gradient = jax.grad(lambda x: (function.apply(x) * Scale.apply(x, float(i))).sum())(x)
-            first = jax.grad(lambda x: function.apply(x).sum())
+            own, shared = function(x), Scale.apply(x, float(i))
+            gradient = jax.grad(lambda x: (function(x) * Scale.apply(x, float(i))).sum())(x)
+            first = jax.grad(lambda x: function(x).sum())
             second = jax.grad(lambda x: first(x).sum())(x)
             compiled = jax.jit(first)(x)
             expected = jnp.sin(x) * (1 + i), x * i, i * (1 + i) * (jnp.cos(x) * x + jnp.sin(x))

@@ -9,6 +9,7 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import jaxfn
+from tests.support.cases import function_of
 from tests.support.contexts import CONTEXTS
 from tests.support.marks import cells, row
 
@@ -25,40 +26,19 @@ def names_in_the_key_of_the_compilation_cache():
 # Each method uses an operation that nothing else uses: forward sin, backward tanh, jvp exp, vmap cosh.
 
 
-class Reverse(jaxfn.Function):
-    @staticmethod
-    def forward(ctx, x):
-        ctx.save_for_backward(x)
-        return jnp.sin(x)
-
-    @staticmethod
-    def backward(ctx, grad_output):
-        (x,) = ctx.saved_tensors
-        return jnp.tanh(x) * grad_output
+def reverse(saved, g):
+    return jnp.tanh(saved[0]) * g
 
 
-class Intermediate(jaxfn.Function):
-    @staticmethod
-    def forward(ctx, x):
-        y = jnp.sin(x)
-        ctx.save_for_backward(y)
-        return y * x
-
-    @staticmethod
-    def backward(ctx, grad_output):
-        (y,) = ctx.saved_tensors
-        return jnp.tanh(y) * grad_output
-
-
-class BothModes(Intermediate):
-    @staticmethod
-    def jvp(ctx, tangent):
-        (y,) = ctx.saved_tensors
-        return jnp.exp(y) * tangent
-
-
-class Derived(Intermediate):
-    generate_jvp_rule = True
+def of_intermediate(rules, name):
+    return function_of(
+        rules,
+        lambda x: jnp.sin(x) * x,
+        lambda saved, tangent: jnp.exp(saved[0]) * tangent,
+        reverse,
+        lambda args, _: (jnp.sin(args[0]),),
+        name,
+    )
 
 
 class Batched(jaxfn.Function):
@@ -90,8 +70,13 @@ def _(ctx, grad_output):
     return jnp.tanh(ctx.saved_tensors[0]) * grad_output
 
 
-FUNCTIONS = {f.__name__: f.apply for f in (Reverse, Intermediate, BothModes, Derived, Batched)} | {
-    "decorated": decorated
+FUNCTIONS = {
+    "Reverse": function_of("backward", jnp.sin, None, reverse, name="Reverse"),
+    "Intermediate": of_intermediate("backward", "Intermediate"),
+    "BothModes": of_intermediate("both", "BothModes"),
+    "Derived": of_intermediate("generated", "Derived"),
+    "Batched": Batched.apply,
+    "decorated": decorated,
 }
 METHODS = {"sine": "forward", "tanh": "backward", "exponential": "jvp", "cosh": "vmap"}
 
@@ -194,7 +179,7 @@ def test_packing_belongs_to_forward_and_unpacking_to_backward():
         return jnp.sinh(x)
 
     with jaxfn.saved_tensors_hooks(pack, unpack):
-        lowered = jax.jit(jax.grad(lambda x: Reverse.apply(x).sum())).lower(jnp.ones(3))
+        lowered = jax.jit(jax.grad(lambda x: FUNCTIONS["Reverse"](x).sum())).lower(jnp.ones(3))
     text = lowered.as_text(debug_info=True)
     assert re.search(r'Reverse\.forward\)*/cosh"', text)
     assert re.search(r'Reverse\.backward\)*/sinh"', text)
@@ -205,7 +190,7 @@ def test_a_function_inside_another_carries_both_names():
     @jaxfn.function
     def outer(ctx, x):
         ctx.save_for_backward(x)
-        return Reverse.apply(x) * 2
+        return FUNCTIONS["Reverse"](x) * 2
 
     @outer.backward
     def _(ctx, grad_output):
