@@ -79,18 +79,18 @@ TORCH_CODE = """
     def row(x):
         return x.unsqueeze(0)
 """
-# Runs several commands in one process, each as it would run in its own.
-SEVERAL = """
+# Runs the commands that it reads, each as it would run in a process of its own.
+COMMANDS = """
     import contextlib, io, json, sys
     from jaxfn._cli import main
 
-    for command in json.loads(sys.argv[1]):
+    for command in sys.stdin:
         with contextlib.redirect_stdout(io.StringIO()) as out, contextlib.redirect_stderr(io.StringIO()) as err:
             try:
-                code = main(command)
+                code = main(json.loads(command))
             except SystemExit as exit:
                 code = exit.code
-        print(json.dumps([code, out.getvalue(), err.getvalue()]))
+        print(json.dumps([code, out.getvalue(), err.getvalue()]), flush=True)
 """
 
 
@@ -110,12 +110,20 @@ def run(folder, *arguments):
 Result = namedtuple("Result", "returncode stdout stderr")
 
 
-def run_several(folder, *commands):
-    """Returns the exit code and both outputs of each command."""
-    several = [sys.executable, "-c", textwrap.dedent(SEVERAL), json.dumps(commands)]
-    result = subprocess.run(several, cwd=folder, capture_output=True, text=True, check=False)
-    assert result.returncode == 0, result.stderr
-    return [Result(*json.loads(line)) for line in result.stdout.splitlines()]
+@pytest.fixture(scope="module")
+def run_several(folder):
+    """Runs commands in one process, which imports JAX and torch once: the exit code and both outputs of each."""
+    program = [sys.executable, "-c", textwrap.dedent(COMMANDS)]
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    with subprocess.Popen(program, cwd=folder, text=True, **pipes) as process:
+
+        def run_all(*commands):
+            for command in commands:
+                print(json.dumps(command), file=process.stdin, flush=True)
+                yield Result(*json.loads(process.stdout.readline()))
+
+        yield lambda *commands: list(run_all(*commands))
+        process.stdin.close()
 
 
 @row("L5")
@@ -169,14 +177,14 @@ WRONG = {
 
 
 @row("L5")
-def test_wrong_arguments_are_one_line(folder):
+def test_wrong_arguments_are_one_line(run_several):
     commands = [[arguments] if isinstance(arguments, str) else arguments for arguments in WRONG]
-    for text, (code, out, err) in zip(WRONG.values(), run_several(folder, *commands), strict=True):
+    for text, (code, out, err) in zip(WRONG.values(), run_several(*commands), strict=True):
         assert code == 2 and out == "" and text in err and len(err.splitlines()) == 1, (text, err)
 
 
 @row("L5")
-def test_torch_code_is_converted(folder):
+def test_torch_code_is_converted(run_several):
     pytest.importorskip("torch")
     example = ("--example", "theirs:tensors")
     right = [
@@ -192,7 +200,7 @@ def test_torch_code_is_converted(folder):
         ("check", "torch.nn:Linear", "--example", "float64[3]"),
     ]
     codes = [0] * len(right) + [2] * len(wrong)
-    *results, function = run_several(folder, *right, *wrong, ("check", "theirs:row", "--example", "float64[3]"))
+    *results, function = run_several(*right, *wrong, ("check", "theirs:row", "--example", "float64[3]"))
     for wanted, (code, _, err) in zip(codes, results, strict=True):
         assert code == wanted, err
     assert function[0] == 1 and "row was called with JAX arrays" in function[2]
@@ -200,11 +208,10 @@ def test_torch_code_is_converted(folder):
 
 
 @row("L5")
-def test_port_keeps_files_and_says_what_its_test_skips(folder):
+def test_port_keeps_files_and_says_what_its_test_skips(folder, run_several):
     pytest.importorskip("torch")
     command = ("port", "theirs:Round", "--example", "float32[3]", "-o", "rounded.py")
     first, again, forced, *failed = run_several(
-        folder,
         command,
         command,
         (*command, "--force"),
@@ -224,19 +231,18 @@ def test_port_keeps_files_and_says_what_its_test_skips(folder):
 
 
 @row("L5")
-def test_doctor_and_help(folder):
+def test_doctor_and_help(folder, run_several):
     found = json.loads(run(folder, "doctor", "--json").stdout)
     assert found["versions"]["jaxfn"] == jaxfn.__version__ and found["devices"]
-    by_option, alone, version = run_several(folder, ["--help"], [], ["--version"])
+    by_option, alone, version = run_several(["--help"], [], ["--version"])
     assert "jaxfn check" in by_option.stdout == alone.stdout
     assert version.stdout == f"jaxfn {jaxfn.__version__}\n"
 
 
 @row("L5")
-def test_kernelcheck_residuals_and_find_nan(folder):
+def test_kernelcheck_residuals_and_find_nan(run_several):
     example = ("--example", "float32[3]")
     kernel, wrong, residuals, no_nan, nan = run_several(
-        folder,
         ("kernelcheck", "functions:square", "functions:Square", *example),
         ("kernelcheck", "functions:wrong", "functions:root", *example),
         ("residuals", "functions:square", *example, "--json"),
@@ -250,11 +256,10 @@ def test_kernelcheck_residuals_and_find_nan(folder):
 
 
 @row("L5")
-def test_paritycheck_and_explain(folder):
+def test_paritycheck_and_explain(run_several):
     pytest.importorskip("torch")
     example = ("--example", "float64[3]")
     right, wrong, explained, unsupported, failed = run_several(
-        folder,
         ("paritycheck", "functions:square", "torch:square", *example),
         ("paritycheck", "functions:wrong", "torch:square", *example),
         ("explain", "torch:square", *example),
@@ -277,9 +282,9 @@ RAISING_NEXT_TO_TORCH = {
 
 
 @row("L5")
-def test_an_error_of_the_users_code_is_a_failure(folder):
+def test_an_error_of_the_users_code_is_a_failure(run_several):
     errors = RAISING | (RAISING_NEXT_TO_TORCH if importlib.util.find_spec("torch") else {})
-    for text, result in zip(errors.values(), run_several(folder, *errors), strict=True):
+    for text, result in zip(errors.values(), run_several(*errors), strict=True):
         assert result.returncode == 1 and text in result.stderr, result
 
 
@@ -304,12 +309,11 @@ MODULES = """
 
 
 @row("L5", "H6b")
-def test_parity_of_a_module(folder):
+def test_parity_of_a_module(folder, run_several):
     pytest.importorskip("torch")
     (folder / "modules.py").write_text(textwrap.dedent(MODULES))
     options = ("modules:module", "--load", "modules:load", "--has-buffers", "--example", "float32[4,3]")
     right, wrong = run_several(
-        folder,
         ("paritycheck", "modules:normalize", *options),
         ("paritycheck", "modules:wrong", *options, "--json"),
     )
@@ -335,7 +339,7 @@ TRAINING = """
 
 
 @row("L5", "H7b")
-def test_a_recorded_training_job(folder):
+def test_a_recorded_training_job(folder, run_several):
     torch = pytest.importorskip("torch")
     (folder / "training.py").write_text(textwrap.dedent(TRAINING))
     jaxfn.record_reference(
@@ -347,7 +351,6 @@ def test_a_recorded_training_job(folder):
     )
     options = ("job.npz", "--load", "training:load", "--optimizer", "training:optimizer")
     right, wrong, incomplete = run_several(
-        folder,
         ("trainingcheck", "training:loss", *options),
         ("trainingcheck", "training:wrong", *options, "--json"),
         ("trainingcheck", "training:loss", "job.npz"),

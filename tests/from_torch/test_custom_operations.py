@@ -21,7 +21,7 @@ from tests.support.libraries import (  # noqa: E402
     torch_library,
 )
 from tests.support.marks import row  # noqa: E402
-from tests.support.torch_code import Net, rule  # noqa: E402
+from tests.support.torch_code import Net, as_functions, rule  # noqa: E402
 
 pytestmark = [
     pytest.mark.skipif(torch.__version__ < (2, 13), reason="raises, by a test in test_versions.py"),
@@ -239,11 +239,7 @@ def function_of(code: Any) -> Any:
 
 def of_module(code: Any, ops: Any) -> tuple[Any, Any]:
     module = Net(lambda self, x: code(x, self.w), w=torch.nn.Parameter(torch.tensor(ARGS[1])))
-    net = jaxfn.from_torch(module, ops=ops)
-    return (
-        lambda x, w: net.apply({"w": w}, net.buffers, x)[0],
-        lambda x, w: torch.func.functional_call(module, {"w": w}, (x,)),
-    )
+    return as_functions(module, ops)
 
 
 KINDS = {

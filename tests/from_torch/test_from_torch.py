@@ -456,8 +456,8 @@ def test_a_replacement_is_called(name: str):
 @pytest.mark.parametrize(
     ("code", "message"),
     [
-        (lambda x: x.to_sparse(), "to_sparse makes a sparse tensor, which has no counterpart on JAX"),
-        (lambda x: x.to_sparse_csr(), "to_sparse_csr makes a sparse tensor"),
+        (lambda x: x.to_sparse(), "^Runs: to_sparse returns a sparse tensor, which has no counterpart on JAX"),
+        (lambda x: x.to_sparse_csr(), "^Runs: to_sparse_csr returns a sparse tensor"),
         (lambda x: launch(x, 2.0)[0], "Runs passes a tensor's memory to compiled code"),
         (lambda x: x * x.untyped_storage().resize_(0).nbytes(), "Runs passes a tensor's memory to compiled code"),
         (lambda x: x * len(x.__cuda_array_interface__), "Runs passes a tensor's memory to compiled code"),

@@ -12,13 +12,14 @@ import numpy as np
 import pytest
 
 import jaxfn
-from tests.support.marks import cells, row
+from tests.support.marks import row
 from tests.support.runs import noting_runs
 
 torch = pytest.importorskip("torch")
 
+from tests.support.beside_torch import assert_as_torch  # noqa: E402
 from tests.support.libraries import assert_derivatives_as_torch  # noqa: E402
-from tests.support.torch_code import function_of, rule  # noqa: E402
+from tests.support.torch_code import as_functions, function_of, rule  # noqa: E402
 
 X = np.random.default_rng(0).standard_normal(5).astype(np.float32)
 
@@ -144,12 +145,7 @@ class Layer(torch.nn.Module):
 
 
 def assert_layer_as_torch(layer: Any) -> None:
-    net = jaxfn.from_torch(layer)
-    assert_derivatives_as_torch(
-        lambda x, weight: net.apply({"weight": weight}, {}, x)[0],
-        lambda x, weight: torch.func.functional_call(layer, {"weight": weight}, (x,)),
-        (np.linspace(-1, 1.5, 5), layer.weight.detach().numpy()),
-    )
+    assert_derivatives_as_torch(*as_functions(layer), (np.linspace(-1, 1.5, 5), layer.weight.detach().numpy()))
 
 
 @row("H8")
@@ -445,43 +441,8 @@ def test_values_and_gradients_are_those_of_torch(name: str):
     """Eagerly and under `jit`, for a fixed cotangent."""
     function = IDIOMS[name]
     constants = {FromSize: [torch.Size((2, 3))], WritesAndAsks: [3.0]}.get(function, [])
-    x = torch.tensor(X, requires_grad=True)
-    output = function.apply(x * 1, *constants)
-    cotangent = np.cos(np.arange(output.numel(), dtype=np.float32)).reshape(output.shape)
-    (gradient,) = torch.autograd.grad(output, x, torch.tensor(cotangent))
-
-    def value_and_gradient(x: Any) -> Any:
-        value, pull = jax.vjp(lambda x: jaxfn.from_torch(function).apply(x, *constants), x)
-        return value, *pull(jnp.asarray(cotangent))
-
-    for transform in (lambda f: f, jax.jit):
-        value, ours = transform(value_and_gradient)(X)
-        np.testing.assert_allclose(value, output.detach().numpy(), rtol=1e-6)
-        np.testing.assert_allclose(ours, gradient.numpy(), rtol=1e-5, atol=1e-6)
-
-
-# --- Half precision and integers.
-
-
-HALF = {
-    "times": lambda x: (x * 65536.0) * 0.25,
-    "plus": lambda x: x.mul(1e-8).add(1.0),
-    "division": lambda x: 1e6 / (x + 1000),
-    "addcmul": lambda x: torch.addcmul(x, x * 300, x * 300, value=1e-6),
-    "norm": lambda x: torch.linalg.vector_norm(x * 300),
-    "comparison": lambda x: (x > 1e9).to(x.dtype) + x,
-}
-
-
-@row("H2")
-@cells("name, dtype", [*((name, "float16") for name in HALF), ("times", "bfloat16")], HALF, ["float16", "bfloat16"])
-def test_numbers_are_not_rounded_to_half_precision(name: str, dtype: str):
-    half = function_of(HALF[name])
-    x = jnp.asarray(X, dtype)
-    ours, theirs = jaxfn.from_torch(half).apply(x), half.apply(torch.tensor(X).to(getattr(torch, dtype)))
-    assert ours.dtype.name == str(theirs.dtype).removeprefix("torch.")
-    tolerance = 2e-3 if dtype == "float16" else 1e-2
-    np.testing.assert_allclose(ours.astype(np.float32), theirs.float().numpy(), rtol=tolerance)
+    apply = jaxfn.from_torch(function).apply
+    assert_as_torch(lambda x: function.apply(x * 1, *constants), X, convert=lambda _: lambda x: apply(x, *constants))
 
 
 # --- What cannot be traced is said.

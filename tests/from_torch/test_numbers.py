@@ -440,6 +440,14 @@ EACH_ROUNDED_ONCE = {
     "activations": lambda x, y: (functional.gelu(x), functional.silu(x), functional.softplus(x), functional.elu(-x)),
     "sums": lambda x, y: (x.sum(), x.mean(), x.var(), x.std(), (x * y).norm(), x.cumsum(0)),
     "softmax": lambda x, y: (x.softmax(0), x.logsumexp(0)),
+    "numbers beyond the range": lambda x, y: (
+        (x * 65536.0) * 0.25,
+        x.mul(1e-8).add(1.0),
+        1e6 / (x + 1000),
+        torch.addcmul(x, x * 300, x * 300, value=1e-6),
+        torch.linalg.vector_norm(x * 300),
+        (x > 1e9).to(x.dtype) + x,
+    ),
     "next number": lambda x, y: (torch.nextafter(x, y),),
 }
 

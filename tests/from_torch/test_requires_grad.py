@@ -13,7 +13,7 @@ torch = pytest.importorskip("torch")
 import jaxfn  # noqa: E402
 from tests.support.libraries import Jax, assert_derivatives_as_torch, assert_same, loss, torch_library  # noqa: E402
 from tests.support.marks import row  # noqa: E402
-from tests.support.torch_code import rule  # noqa: E402
+from tests.support.torch_code import Net, rule  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("double_precision")
 
@@ -82,22 +82,15 @@ CODE = [
 ]  # fmt: skip
 
 
-class Module(torch.nn.Module):
-    def __init__(self, code: Any) -> None:
-        super().__init__()
-        self.code = code
-        self.w = torch.nn.Parameter(torch.linspace(0.5, 2, 5, dtype=torch.float64))
-        self.frozen = torch.nn.Parameter(torch.ones(5, dtype=torch.float64), requires_grad=False)
-        self.register_buffer("mean", torch.ones(5, dtype=torch.float64))
-
-    def forward(self, x):
+def of_module(code: Any) -> tuple[Any, Any]:
+    def run(self, x):
         assert self.w.requires_grad and (self.w * 2).requires_grad
         assert not any(y.requires_grad for y in (self.frozen, self.mean, self.frozen * self.mean))
-        return self.code(x * 1) * self.w + self.mean
+        return code(x * 1) * self.w + self.mean
 
-
-def of_module(code: Any) -> tuple[Any, Any]:
-    module = Module(code)
+    ones = torch.ones(5, dtype=torch.float64)
+    module = Net(run, w=torch.nn.Parameter(ones * 2), frozen=torch.nn.Parameter(ones, requires_grad=False))
+    module.register_buffer("mean", ones)
     net = jaxfn.from_torch(module)
     return lambda x: net.apply(net.parameters, net.buffers, x)[0], module
 

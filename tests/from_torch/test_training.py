@@ -12,7 +12,7 @@ import optax
 import pytest
 
 import jaxfn
-from tests.support.marks import row, slow
+from tests.support.marks import cells, row, slow
 
 torch = pytest.importorskip("torch")
 
@@ -66,8 +66,7 @@ def halved_tanh() -> Any:
 
 @row("I1", "I2", "I3")
 @pytest.mark.usefixtures("double_precision")
-@pytest.mark.parametrize("dtype", [pytest.param(np.float32, marks=slow), np.float64])
-@pytest.mark.parametrize("name", PAIRS)
+@cells("name, dtype", [("sgd", np.float64), ("adamw", np.float64)], PAIRS, [np.float32, np.float64])
 def test_fifty_steps_of_each_optimizer(name: str, dtype: Any):
     torch.manual_seed(0)
     module = halved_tanh().to(torch.tensor(dtype()).dtype)

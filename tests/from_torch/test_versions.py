@@ -21,7 +21,8 @@ torch = pytest.importorskip("torch")
 import jaxfn  # noqa: E402
 from jaxfn import TranslationError  # noqa: E402
 from jaxfn._torch.convert import self_test  # noqa: E402
-from tests.support.torch_code import Net, function_of, rule  # noqa: E402
+from tests.support.libraries import assert_derivatives_as_torch  # noqa: E402
+from tests.support.torch_code import Net, as_functions, function_of, rule  # noqa: E402
 
 
 @pytest.fixture
@@ -356,6 +357,7 @@ def test_marks_and_tensors_of_a_module_are_seen_however_it_is_applied(name, is_t
 
 
 @row("H11", "I2", "I3")
+@pytest.mark.usefixtures("double_precision")
 @cells(
     "where, how",
     [
@@ -373,28 +375,11 @@ def test_marks_and_tensors_of_a_module_are_seen_however_it_is_applied(name, is_t
     APPLIED,
 )
 def test_a_function_that_a_module_applies_has_its_rule(where, how):
-    weight = torch.nn.Parameter(torch.tensor([1.7, 0.6]))
-    module = Net(lambda self, x: (IN_A_MODULE[where](APPLIED[how], self.w * x) * x).sum() + x.sum(), w=weight)
-    x = torch.tensor([2.3, -0.8], requires_grad=True)
-    value = module(x)
-    slopes = torch.autograd.grad(value, (x, module.w), create_graph=True)
-    curvature = torch.autograd.grad(slopes[0].sum() + slopes[1].sum(), x)[0]
-    net = jaxfn.from_torch(module)
-
-    def ours(at, parameters):
-        return net.apply(parameters, {}, at)[0]
-
-    at = jnp.array([2.3, -0.8])
-    of_x, of_parameters = jax.grad(ours, (0, 1))(at, net.parameters)
-    np.testing.assert_allclose(ours(at, net.parameters), value.detach().numpy(), rtol=1e-5)
-    np.testing.assert_allclose(of_x, slopes[0].detach().numpy(), rtol=1e-5)
-    np.testing.assert_allclose(of_parameters["w"], slopes[1].detach().numpy(), rtol=1e-5)
-
-    def total(at):
-        of_x, of_parameters = jax.grad(ours, (0, 1))(at, net.parameters)
-        return of_x.sum() + of_parameters["w"].sum()
-
-    np.testing.assert_allclose(jax.grad(total)(at), curvature.numpy(), rtol=1e-5)
+    module = Net(
+        lambda self, x: (IN_A_MODULE[where](APPLIED[how], self.w * x) * x).sum() + x.sum(),
+        w=torch.nn.Parameter(torch.tensor([1.7, 0.6], dtype=torch.float64)),
+    )
+    assert_derivatives_as_torch(*as_functions(module), [np.array([2.3, -0.8]), np.array([1.7, 0.6])])
 
 
 def masked(x):

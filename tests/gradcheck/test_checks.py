@@ -14,7 +14,7 @@ import pytest
 import jaxfn
 from jaxfn import gradcheck, gradgradcheck
 from tests.support.cases import Linear
-from tests.support.checking import failure, normal, passes, rule, scaled_sine
+from tests.support.checking import failure, normal, of_inputs, passes, rule, scaled_sine
 from tests.support.marks import cells, row, slow
 
 FORWARD = {"check_forward_ad": True, "check_backward_ad": False}
@@ -338,13 +338,12 @@ def test_complex(fast_mode, reference):
 def test_functions_without_a_complex_derivative():
     """Neither holomorphic nor antiholomorphic, against hand-written derivatives in torch's convention."""
 
-    def mixed(ctx, z):
-        ctx.save_for_backward(z)
-        return z * z.conj() + 3j * z.conj()
+    def mixed(slope):
+        return of_inputs(lambda z: z * z.conj() + 3j * z.conj(), slope)
 
     z = normal(3) + 1j * normal(3, seed=1)
-    passes(rule(mixed, lambda ctx, g: g * ctx.saved_tensors[0] + g.conj() * (ctx.saved_tensors[0] + 3j)), z)
-    (mismatch,) = failure(rule(mixed, lambda ctx, g: g * ctx.saved_tensors[0]), z).mismatches
+    passes(mixed(lambda g, z: g * z + g.conj() * (z + 3j)), z)
+    (mismatch,) = failure(mixed(lambda g, z: g * z), z).mismatches
     assert {entry.part for entry in mismatch.entries} <= {"real", "imaginary"}
 
 
@@ -586,11 +585,7 @@ def with_a_constant_inside(array):
 
 
 def with_a_rule_of(choose):
-    def backward(ctx, g):
-        x, y = ctx.saved_tensors
-        return g * choose(x, y), g * x
-
-    function = rule(saved_product, backward)
+    function = of_inputs(jnp.multiply, lambda g, x, y: (g * choose(x, y), g * x))
     return lambda x: function(x, np.arange(1.0, 4.0))
 
 
@@ -613,11 +608,7 @@ def with_jvp(factor, is_generated):
 
 
 def host(f):
-    def forward(ctx, x):
-        ctx.save_for_backward(x)
-        return on_the_host(f, x)
-
-    return rule(forward, lambda ctx, g: g * jnp.cos(ctx.saved_tensors[0]))
+    return of_inputs(lambda x: on_the_host(f, x), lambda g, x: g * jnp.cos(x))
 
 
 RIGHT_AND_WRONG = {
@@ -676,20 +667,8 @@ def test_global_random_state_is_left_alone():
 def cubic(second_factor):
     """x³, whose second derivative is wrong by a factor though the first is right."""
 
-    def backward(ctx, gg):
-        x, g = ctx.saved_tensors
-        return second_factor * 6 * x * g * gg, 3 * x * x * gg
-
-    def forward(ctx, x, g):
-        ctx.save_for_backward(x, g)
-        return 3 * x * x * g
-
-    def cube(ctx, x):
-        ctx.save_for_backward(x)
-        return x**3
-
-    first = rule(forward, backward)
-    return rule(cube, lambda ctx, g: first(ctx.saved_tensors[0], g))
+    first = of_inputs(lambda x, g: 3 * x * x * g, lambda gg, x, g: (second_factor * 6 * x * g * gg, 3 * x * x * gg))
+    return of_inputs(lambda x: x**3, lambda g, x: first(x, g))
 
 
 @row("G6")
@@ -699,7 +678,7 @@ def test_second_order(fast_mode, reference):
     passes(cubic(1.0), normal(3), check=gradgradcheck, **options)
     passes(cubic(1.001), normal(3), **options)
     (mismatch,) = failure(cubic(1.001), normal(3), check=gradgradcheck, **options).mismatches
-    assert mismatch.output == "gradient of input 0 ('x')" and mismatch.input == "input 0 ('x')"
+    assert mismatch.output == "gradient of input 0 ('inputs[0]')" and mismatch.input == "input 0 ('inputs[0]')"
 
 
 @row("G6")

@@ -20,7 +20,7 @@ import jaxfn
 from jaxfn import GradcheckError, gradcheck, gradgradcheck, kernelcheck
 from tests.support import checking
 from tests.support.cases import Linear
-from tests.support.checking import failure, normal, passes, rule, scaled_sine
+from tests.support.checking import failure, normal, of_inputs, passes, rule, saving, scaled_sine
 from tests.support.kernel_faults import KERNELS, all_but
 from tests.support.marks import cells, row, slow
 
@@ -192,11 +192,7 @@ def test_a_deliberate_rule_needs_its_surrogate():
 @row("G2")
 def test_finite_differences_decide():
     def square(factor):
-        def forward(ctx, x):
-            ctx.save_for_backward(x)
-            return x * jax.lax.stop_gradient(x)
-
-        return rule(forward, lambda ctx, g: factor * ctx.saved_tensors[0] * g)
+        return of_inputs(lambda x: x * jax.lax.stop_gradient(x), lambda g, x: factor * x * g)
 
     assert "finite differences decided" in passes(square(2), normal(3)).notes[-1]
     report = failure(square(1), normal(3))
@@ -228,11 +224,7 @@ def test_one_stopped_gradient_among_thousands_is_seen(index, size):
 def test_functions_inside_forward_use_their_rule_and_outermost_ones_lose_it():
     """The bare forward of the outer one has the inner one's derivative, which is not that of its operations."""
 
-    def forward(ctx, x):
-        ctx.save_for_backward(x)
-        return rounding()(x) * x
-
-    outer = rule(forward, lambda ctx, g: g * (jnp.round(ctx.saved_tensors[0] * 4) / 4 + ctx.saved_tensors[0]))
+    outer = of_inputs(lambda x: rounding()(x) * x, lambda g, x: g * (jnp.round(x * 4) / 4 + x))
     passes(outer, normal(3), against="autodiff")
     failure(outer, normal(3), against="finite_differences")
     failure(lambda x: jnp.sin(rounding()(x)), normal(3), against="autodiff")
@@ -241,15 +233,13 @@ def test_functions_inside_forward_use_their_rule_and_outermost_ones_lose_it():
 # Functions that cannot be computed in the usual way: sin of positive numbers, whose gradient is `factor` times right.
 
 
+def losing_digits(forward, gradient):
+    """Returns a function that makes a Function of `forward`, whose gradient is a factor times `gradient(x)`."""
+    return lambda factor: of_inputs(forward, lambda g, x: factor * g * gradient(x))
+
+
 def sine_as(compute):
-    def sine(factor):
-        def forward(ctx, x):
-            ctx.save_for_backward(x)
-            return compute(x)
-
-        return rule(forward, lambda ctx, g: factor * g * jnp.cos(ctx.saved_tensors[0]))
-
-    return sine
+    return losing_digits(compute, jnp.cos)
 
 
 def on_the_host(vmap_method):
@@ -257,14 +247,9 @@ def on_the_host(vmap_method):
 
 
 def sine_in(dtype):
-    def sine(factor):
-        def forward(ctx, x):
-            ctx.save_for_backward(x.astype(dtype))
-            return jnp.sin(x.astype(dtype)).astype(x.dtype)
-
-        return rule(forward, lambda ctx, g: factor * g * jnp.cos(ctx.saved_tensors[0]).astype(g.dtype))
-
-    return sine
+    return losing_digits(
+        lambda x: jnp.sin(x.astype(dtype)).astype(x.dtype), lambda x: jnp.cos(x.astype(dtype)).astype(x.dtype)
+    )
 
 
 def batched_as(multiple):
@@ -276,14 +261,7 @@ def batched_as(multiple):
 
     same.def_vmap(lambda axis_size, in_batched, x: (multiple * x, in_batched[0]))
 
-    def sine(factor):
-        def forward(ctx, x):
-            ctx.save_for_backward(x)
-            return jnp.sin(x)
-
-        return rule(forward, lambda ctx, g: same(factor * g * jnp.cos(ctx.saved_tensors[0])))
-
-    return sine
+    return lambda factor: of_inputs(jnp.sin, lambda g, x: same(factor * g * jnp.cos(x)))
 
 
 UNUSUAL = {
@@ -395,25 +373,10 @@ def test_a_factor_of_a_thousandth_is_caught_at_every_size(size, reference):
 def test_rounding_is_not_mistaken_for_a_mistake():
     """Right rules that lose many digits on the way: 1e5 + x, minus 1e5."""
 
-    def forward(ctx, x):
-        ctx.save_for_backward(x)
-        return (x + 1e5) ** 3 - 3e5 * (x + 1e5) ** 2 + 3e10 * (x + 1e5) - 1e15
-
-    cube = rule(forward, lambda ctx, g: g * 3 * ctx.saved_tensors[0] ** 2)
+    cube = of_inputs(
+        lambda x: (x + 1e5) ** 3 - 3e5 * (x + 1e5) ** 2 + 3e10 * (x + 1e5) - 1e15, lambda g, x: g * 3 * x**2
+    )
     passes(cube, 1e3 * normal(20), against="autodiff")
-
-
-def losing_digits(forward, gradient):
-    """Returns a function that makes a Function of `forward`, whose gradient is a factor times `gradient(x)`."""
-
-    def function(factor):
-        def saving(ctx, x):
-            ctx.save_for_backward(x)
-            return forward(x)
-
-        return rule(saving, lambda ctx, g: factor * g * gradient(*ctx.saved_tensors))
-
-    return function
 
 
 def variance(x):
@@ -507,10 +470,7 @@ def test_a_small_wrong_entry_next_to_a_large_one_is_found(forward):
     large = np.array([1e10, 0.0])
     for entry in (0.0, 1e-3):
         wrong = large + np.array([0.0, entry])
-        function = rule(
-            lambda ctx, x: (ctx.save_for_backward(x), forward(x, large))[1],
-            lambda ctx, g, wrong=wrong: g * wrong * jnp.cos(ctx.saved_tensors[0]),
-        )
+        function = of_inputs(lambda x: forward(x, large), lambda g, x, wrong=wrong: g * wrong * jnp.cos(x))
         if not entry:
             passes(function, normal(2))
             continue
@@ -523,12 +483,11 @@ def test_rounding_next_to_a_large_entry_is_not_mistaken_for_a_mistake():
     """Right rules whose reference has errors of 3e-3 next to entries of 1e11."""
     large = 1e11 * np.eye(20)[0]
 
-    def forward(ctx, x):
-        ctx.save_for_backward(x)
+    def forward(x):
         moved = x + 2e6
         return jnp.sum(moved**3 - 6e6 * moved**2 + 1.2e13 * moved + large * x)
 
-    cube = rule(forward, lambda ctx, g: g * (3 * ctx.saved_tensors[0] ** 2 + large))
+    cube = of_inputs(forward, lambda g, x: g * (3 * x**2 + large))
     passes(cube, normal(20), against="autodiff")
 
 
@@ -588,12 +547,7 @@ def test_the_report_draws(tmp_path):
 
 
 def softmax_with(backward):
-    def forward(ctx, x):
-        y = jax.nn.softmax(x)
-        ctx.save_for_backward(y)
-        return y
-
-    return rule(forward, lambda ctx, g: backward(g, *ctx.saved_tensors))
+    return saving(jax.nn.softmax, lambda y, x: [y], backward)
 
 
 # Those that no other test names: the Function, the shapes of its inputs, and the kind.

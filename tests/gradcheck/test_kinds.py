@@ -10,20 +10,9 @@ import numpy as np
 import pytest
 
 import jaxfn
-from tests.support.checking import failure, normal, passes, rule
+from tests.support.checking import failure, normal, of_inputs, passes, rule, saving
 from tests.support.marks import cells, row
 from tests.support.runs import number_of_calls
-
-
-def saving(compute, choose, backward):
-    """A Function of `compute`, which saves what `choose(output, *inputs)` returns; `backward(g, *saved)`."""
-
-    def forward(ctx, *inputs):
-        output = compute(*inputs)
-        ctx.save_for_backward(*choose(output, *inputs))
-        return output
-
-    return rule(forward, lambda ctx, g: backward(g, *ctx.saved_tensors))
 
 
 def kinds(*args, **options):
@@ -278,17 +267,8 @@ def test_a_callback_that_raises_for_another_saved_array_does_not_hide_the_report
     assert kinds(sine, np.array([0.3, 0.4, 1.2])) == ["a constant factor: 2 times what it should be"]
 
 
-RELU = rule(
-    lambda ctx, x: (ctx.save_for_backward(x), jax.nn.relu(x))[1],
-    lambda ctx, g: jnp.where(ctx.saved_tensors[0] > 0, g, 0.0),
-)
-MAXIMUM = rule(
-    lambda ctx, x, y: (ctx.save_for_backward(x, y), jnp.maximum(x, y))[1],
-    lambda ctx, g: (
-        jnp.where(jnp.greater(*ctx.saved_tensors), g, 0.0),
-        jnp.where(jnp.greater(*ctx.saved_tensors), 0.0, g),
-    ),
-)
+RELU = of_inputs(jax.nn.relu, lambda g, x: jnp.where(x > 0, g, 0.0))
+MAXIMUM = of_inputs(jnp.maximum, lambda g, x, y: (jnp.where(x > y, g, 0.0), jnp.where(x > y, 0.0, g)))
 KINKS = {
     "relu at 0": (RELU, (np.linspace(-1, 1, 5),)),
     "maximum at a tie": (MAXIMUM, (np.array([1.0, 2.0]), np.array([1.0, 3.0]))),
@@ -307,11 +287,7 @@ def test_a_kink_is_named(what):
 @row("G4")
 @cells("value", [5.0, -0.5])
 def test_a_wrong_value_at_a_kink_is_not_a_kink(value):
-    def backward(ctx, g):
-        (x,) = ctx.saved_tensors
-        return jnp.where(x == 0, value * g, jnp.where(x > 0, g, 0.0))
-
-    wrong = rule(lambda ctx, x: (ctx.save_for_backward(x), jax.nn.relu(x))[1], backward)
+    wrong = of_inputs(jax.nn.relu, lambda g, x: jnp.where(x == 0, value * g, jnp.where(x > 0, g, 0.0)))
     assert "a kink of the function" not in kinds(wrong, np.linspace(-1, 1, 5))
 
 
@@ -347,9 +323,7 @@ def test_a_search_for_a_wrong_saved_tensor_that_stops_says_so():
 @row("G3")
 @pytest.mark.parametrize("options", [{}, {"atol": 1e-5}, {"atol": 1e-5, "rtol": 1e-3}])
 def test_the_default_tolerance_is_the_one_in_the_signature(options):
-    cube = rule(
-        lambda ctx, x: (ctx.save_for_backward(x), x**3)[1], lambda ctx, g: 1.0005 * 3 * g * ctx.saved_tensors[0] ** 2
-    )
+    cube = of_inputs(lambda x: x**3, lambda g, x: 1.0005 * 3 * g * x**2)
     failure(cube, np.linspace(0.5, 1, 3), **options)
     passes(cube, np.linspace(0.5, 1, 3), atol=2e-5)
 

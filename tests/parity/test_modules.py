@@ -1,5 +1,6 @@
 """H6b: a ported module next to the torch one, and the first layer of it that deviates."""
 
+import functools
 import inspect
 import json
 import subprocess
@@ -188,16 +189,12 @@ class Port:
         return self.linear("head", x.reshape(x.shape[0], -1))
 
 
+compare = functools.partial(jaxfn.paritycheck, raise_exception=False)
+
+
 def check(wrong=(None, None), net=None, **options):
     net = net or network()
-    return jaxfn.paritycheck(
-        lambda p, x: Port(p, p["bn"], wrong)(x),
-        net,
-        INPUTS,
-        load=load,
-        raise_exception=False,
-        **options,
-    )
+    return compare(lambda p, x: Port(p, p["bn"], wrong)(x), net, INPUTS, load=load, **options)
 
 
 def verdicts(report):
@@ -254,7 +251,7 @@ def test_training_mode_with_buffers(wrong):
         y = p(x)
         return y, {"bn": p.stats}
 
-    report = jaxfn.paritycheck(port, net, INPUTS, load=load_pair, has_buffers=True, raise_exception=False)
+    report = compare(port, net, INPUTS, load=load_pair, has_buffers=True)
     assert bool(report) is (wrong is None), report
     found = verdicts(report)
     assert found["buffer bn.running_mean"] == "equal"
@@ -296,7 +293,7 @@ def test_a_layer_is_not_stopped_by_an_operation_that_stops_gradients_inside():
     def load(arrays):
         return {"weight": arrays["norm.weight"], "bias": arrays["norm.bias"]}
 
-    report = jaxfn.paritycheck(port, net, [x], load=load, raise_exception=False)
+    report = compare(port, net, [x], load=load)
     assert report.first_deviation.layer == "norm", report
 
 
@@ -312,7 +309,7 @@ def test_wrong_numbers_are_found_in_the_layer_that_has_them():
     def scaled(arrays):
         return load(arrays | {"blocks.1.mlp.fc1.weight": 2 * arrays["blocks.1.mlp.fc1.weight"]})
 
-    report = jaxfn.paritycheck(lambda p, x: Port(p, p["bn"])(x), network(), INPUTS, load=scaled, raise_exception=False)
+    report = compare(lambda p, x: Port(p, p["bn"])(x), network(), INPUTS, load=scaled)
     assert report.first_deviation.layer == "blocks.1.mlp.fc1"
 
 
@@ -337,7 +334,7 @@ def test_a_parameter_that_load_loses(lose):
     def losing(arrays):
         return load(arrays | {"head.bias": lose(arrays["head.bias"])})
 
-    report = jaxfn.paritycheck(port, network(), INPUTS, load=losing, raise_exception=False)
+    report = compare(port, network(), INPUTS, load=losing)
     assert verdicts(report)["gradient of head.bias"] == "not loaded"
     assert LOST in str(report), report
 
@@ -346,9 +343,7 @@ def test_a_parameter_that_load_loses(lose):
 def test_all_parameters_are_lost_by_arrays_that_load_captured():
     net = network()
     captured = load({name: x.double().numpy() for name, x in net.state_dict().items()})
-    report = jaxfn.paritycheck(
-        lambda p, x: Port(p, p["bn"])(x), net, INPUTS, load=lambda arrays: captured, raise_exception=False
-    )
+    report = compare(lambda p, x: Port(p, p["bn"])(x), net, INPUTS, load=lambda arrays: captured)
     lost = {row.what for row in report.failures if row.verdict == "not loaded"}
     assert lost == {f"gradient of {name}" for name, _ in net.named_parameters()}
 
@@ -378,9 +373,7 @@ def test_a_parameter_that_torch_does_not_have():
     def port(p, x):
         return Port(p, p["bn"])(x) + p["more"]
 
-    report = jaxfn.paritycheck(
-        port, network(), INPUTS, load=lambda arrays: load(arrays) | {"more": jnp.zeros(5)}, raise_exception=False
-    )
+    report = compare(port, network(), INPUTS, load=lambda arrays: load(arrays) | {"more": jnp.zeros(5)})
     assert {row.what: row.verdict for row in report.failures} == {"gradient of the port's ['more']": "extra"}
     assert "the port has a gradient by ['more'], which `load` makes of none of torch's arrays" in str(report)
 
@@ -426,9 +419,7 @@ def test_stacked_layers_in_a_scan(wrong):
     """All biases are 0 and all scales 1."""
     module = Stack(zeros=True)
     x = np.random.default_rng(0).standard_normal((5, 4)).astype(np.float32)
-    report = jaxfn.paritycheck(
-        lambda p, x: stack_port(p, x, wrong), module, [x], load=load_stack, raise_exception=False
-    )
+    report = compare(lambda p, x: stack_port(p, x, wrong), module, [x], load=load_stack)
     assert bool(report) is (wrong is None), report
     assert {f"gradient of {name}" for name in module.state_dict()} < set(verdicts(report))
     if wrong is not None:
@@ -478,7 +469,7 @@ def test_fused_weights_and_a_weight_that_equals_its_transpose(wrong, layer, dtyp
 
     x = np.random.default_rng(0).standard_normal((2, 3, 4)).astype(dtype)
     module = SplitAttention().to(torch.float64 if dtype is np.float64 else torch.float32)
-    report = jaxfn.paritycheck(port, module, [x], load=load, raise_exception=False)
+    report = compare(port, module, [x], load=load)
     assert bool(report) is (wrong is None), report
     assert (report.first_deviation and report.first_deviation.layer) == layer, report
 
@@ -507,7 +498,7 @@ def test_a_converted_module_is_a_right_port():
         return [{name: arrays[name] for name in tree} for tree in (port.parameters, port.buffers)]
 
     tokens = np.random.default_rng(0).integers(0, 7, (3, 5))
-    report = jaxfn.paritycheck(port.apply, module, [tokens], load=load, has_buffers=True, raise_exception=False)
+    report = compare(port.apply, module, [tokens], load=load, has_buffers=True)
     assert report, report
     assert verdicts(report)["buffer norm.num_batches_tracked"] == "equal"
     assert "gradient of norm.weight" not in verdicts(report)  # it is frozen
@@ -535,7 +526,7 @@ def test_tied_weights_have_all_their_names(wrong, layer, names, dtype):
         return x @ p["head"] + p["head.bias"], {"var": 0.9 * buffers["var"] + 0.1 * var.ravel() * n / (n - 1)}
 
     tokens = np.random.default_rng(0).integers(0, 7, (3, 5))
-    report = jaxfn.paritycheck(port, module, [tokens], load=load, has_buffers=True, raise_exception=False)
+    report = compare(port, module, [tokens], load=load, has_buffers=True)
     failed = {row.what for row in report.failures}
     assert failed >= {"buffer norm.running_mean"}, report  # torch updates it, and the port does not return it
     assert (failed == {"buffer norm.running_mean"}) is (wrong is None), report
@@ -572,7 +563,7 @@ def test_a_value_is_named_by_checkpoint_name():
         return y @ p["2.weight"].T + p["2.bias"]
 
     x = np.random.default_rng(0).standard_normal((5, 3)).astype(np.float32)
-    first = jaxfn.paritycheck(port, module, [x], load=dict, raise_exception=False).first_deviation
+    first = compare(port, module, [x], load=dict).first_deviation
     assert (first.layer, first.what) == ("1", "output")
     assert first.jax == pytest.approx(2 * first.torch)
 
@@ -641,7 +632,7 @@ def test_a_recorded_module_without_torch(tmp_path):
 @row("H6b")
 def test_the_end_of_the_module_deviates():
     net = network()
-    report = jaxfn.paritycheck(lambda p, x: 2 * Port(p, p["bn"])(x), net, INPUTS, load=load, raise_exception=False)
+    report = compare(lambda p, x: 2 * Port(p, p["bn"])(x), net, INPUTS, load=load)
     first = report.first_deviation
     assert (first.layer, first.layer_class) == ("", "Net") and first.jax == pytest.approx(2 * first.torch)
 
@@ -690,7 +681,7 @@ def test_an_equinox_module(wrong):
         return eqx.nn.Sequential(new)
 
     x = np.random.default_rng(0).standard_normal((5, 3)).astype(np.float32)
-    report = jaxfn.paritycheck(lambda model, x: jax.vmap(model)(x), module, [x], load=load, raise_exception=False)
+    report = compare(lambda model, x: jax.vmap(model)(x), module, [x], load=load)
     assert bool(report) is (wrong is None), report
     assert wrong is None or report.first_deviation.layer == "1"
 
@@ -726,9 +717,7 @@ def test_a_flax_nnx_module(wrong):
         model.bn.var.set_value(arrays["1.running_var"])
         return nnx.split(model)[1]
 
-    report = jaxfn.paritycheck(
-        lambda state, x: nnx.merge(graphdef, state)(x), module, IMAGES, load=load, raise_exception=False
-    )
+    report = compare(lambda state, x: nnx.merge(graphdef, state)(x), module, IMAGES, load=load)
     assert bool(report) is (wrong is None), report
     assert wrong is None or report.first_deviation.layer == {"order": "4", "mode": "1"}[wrong]
 
@@ -760,6 +749,6 @@ def test_flax_linen_in_training(momentum):
         y, updated = Model().apply({"params": p, "batch_stats": buffers}, x, mutable=["batch_stats"])
         return y, updated["batch_stats"]
 
-    report = jaxfn.paritycheck(port, module, IMAGES, load=load, has_buffers=True, raise_exception=False)
+    report = compare(port, module, IMAGES, load=load, has_buffers=True)
     failed = {row.what for row in report.failures}
     assert failed == {"buffer 1.running_var"} | ({"buffer 1.running_mean"} if momentum == 0.1 else set()), report

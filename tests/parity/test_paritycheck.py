@@ -27,6 +27,7 @@ def random(*shapes, dtype=np.float32):
     return [generator.standard_normal(shape).astype(dtype) for shape in shapes]
 
 
+compare = functools.partial(jaxfn.paritycheck, raise_exception=False)
 LINEAR = random((4, 3), (5, 3), (5,))
 
 
@@ -37,7 +38,7 @@ def verdicts(report):
 @row("H6")
 @pytest.mark.parametrize("port", [Linear, Linear.apply, jaxfn.from_torch(TorchLinear)], ids=["class", "apply", "from"])
 def test_a_right_port(port):
-    report = jaxfn.paritycheck(port, TorchLinear, LINEAR, raise_exception=False)
+    report = compare(port, TorchLinear, LINEAR)
     assert report, report
     gradients = [row.what for row in report.rows if row.what.startswith("gradient")]
     assert len(gradients) == 3 + 3  # together and alone
@@ -79,7 +80,7 @@ def test_a_wrong_gradient_is_a_wrong_formula():
             grad_input, grad_weight, grad_bias = Linear.backward(ctx, grad_output)
             return grad_input, None if grad_weight is None else 1.001 * grad_weight, grad_bias
 
-    report = jaxfn.paritycheck(Wrong, TorchLinear, LINEAR, raise_exception=False)
+    report = compare(Wrong, TorchLinear, LINEAR)
     assert not report
     wrong = {what for what, verdict in verdicts(report).items() if verdict == "formula"}
     assert wrong >= {"gradient of input 1 (alone)", "gradient of input 1"}
@@ -93,7 +94,7 @@ def test_only_the_second_derivative_is_wrong():
         def backward(ctx, grad_output):
             return 2 * jax.lax.stop_gradient(ctx.saved_tensors[0]) * grad_output
 
-    report = jaxfn.paritycheck(Stopped, in_library(Square, Torch), random((3,)), raise_exception=False)
+    report = compare(Stopped, in_library(Square, Torch), random((3,)))
     assert {what for what, verdict in verdicts(report).items() if verdict != "equal"} == {"second derivative, input 0"}
 
 
@@ -102,7 +103,7 @@ def test_rounding_is_distinguished_from_a_wrong_formula():
     def unstable(x):
         return x + 1e4 - 1e4
 
-    report = jaxfn.paritycheck(unstable, lambda x: x * 1.0, random((5,)), raise_exception=False)
+    report = compare(unstable, lambda x: x * 1.0, random((5,)))
     assert verdicts(report)["output 0"] == "rounding"
     (row,) = [row for row in report.rows if row.what == "output 0"]
     assert row.double_error < 1e-9 < row.relative_error
@@ -112,9 +113,7 @@ def test_rounding_is_distinguished_from_a_wrong_formula():
 @row("H6")
 def test_a_kink_is_named():
     TorchAbs = make_function(Torch, torch.abs, lambda g, x: g * torch.sign(x))
-    report = jaxfn.paritycheck(
-        lambda x: jnp.abs(x), TorchAbs, [np.array([0.0, 1.0, -2.0], np.float32)], raise_exception=False
-    )
+    report = compare(lambda x: jnp.abs(x), TorchAbs, [np.array([0.0, 1.0, -2.0], np.float32)])
     assert verdicts(report)["gradient of input 0"] == "kink"
     assert "clamp, abs" in str(report)
 
@@ -153,9 +152,9 @@ def test_a_saved_intermediate_is_a_note(port, is_recorded, tmp_path):
     inputs = random((4,))
     if is_recorded:
         jaxfn.record_reference(TorchGelu, inputs, tmp_path / "gelu.npz")
-        report = jaxfn.paritycheck(port, tmp_path / "gelu.npz", raise_exception=False)
+        report = compare(port, tmp_path / "gelu.npz")
     else:
-        report = jaxfn.paritycheck(port, TorchGelu, inputs, raise_exception=False)
+        report = compare(port, TorchGelu, inputs)
     assert report, report
     assert {what for what, verdict in verdicts(report).items() if verdict != "equal"} == {SECOND}
     assert verdicts(report)[SECOND] == "intermediate"
@@ -179,7 +178,7 @@ def test_a_saved_intermediate_is_a_note(port, is_recorded, tmp_path):
     ids=["gradient", "second", "output", "without"],
 )
 def test_a_saved_intermediate_excuses_nothing_else(port, wrong):
-    report = jaxfn.paritycheck(port, TorchGelu, random((4,)), raise_exception=False)
+    report = compare(port, TorchGelu, random((4,)))
     assert not report
     assert verdicts(report)[wrong] == "formula"
 
@@ -190,7 +189,7 @@ def test_complex_in_torchs_convention():
     z = (np.array([1.0, -2.0]) + 1j * np.array([0.5, 3.0])).astype(np.complex64)
     assert jaxfn.paritycheck(lambda z: z * z, torch_square, [z])
     port = jaxfn.autograd_function(lambda ctx, z: z * z, lambda ctx, g: 2 * g)
-    wrong = jaxfn.paritycheck(port, torch_square, [z], raise_exception=False)
+    wrong = compare(port, torch_square, [z])
     assert verdicts(wrong)["gradient of input 0"] == "formula"
 
 
@@ -202,13 +201,11 @@ def test_shapes_dtypes_and_missing_outputs():
     def port(x):
         return x[None] * 2, x.sum().astype(jnp.float16)
 
-    found = verdicts(jaxfn.paritycheck(port, three, random((3,)), second_order=False, raise_exception=False))
+    found = verdicts(compare(port, three, random((3,)), second_order=False))
     assert found["output 0"] == "shape (1, 3)"
     assert found["output 1"] == "dtype float16"
     assert found["output 2"] == "missing"
-    extra = jaxfn.paritycheck(
-        lambda x: (x * 2, x), lambda x: x * 2, random((3,)), second_order=False, raise_exception=False
-    )
+    extra = compare(lambda x: (x * 2, x), lambda x: x * 2, random((3,)), second_order=False)
     assert not extra
     assert verdicts(extra)["output 1"] == "extra"
 
@@ -229,13 +226,13 @@ def test_another_number_of_outputs_is_said_once_and_right_gradients_are_equal(tm
     assert wrong == {"output 1": "extra"} and "gradient of input 0" in verdicts(report)
     assert report.notes[0].endswith("Derivatives are those of output 0 alone.")
     assert (report.port, report.reference, report.failures[0].port) == ("port", "one", "port")
-    doubled = jaxfn.paritycheck(lambda x: (port(x)[0] * 2, x), one, [x], raise_exception=False)
+    doubled = compare(lambda x: (port(x)[0] * 2, x), one, [x])
     assert verdicts(doubled)["gradient of input 0"] == "formula"  # a wrong gradient is still found
 
     jaxfn.record_reference(one, [x], tmp_path / "one.npz")
-    assert verdicts(jaxfn.paritycheck(port, tmp_path / "one.npz", raise_exception=False)) == verdicts(report)
+    assert verdicts(compare(port, tmp_path / "one.npz")) == verdicts(report)
     jaxfn.record_reference(lambda x: (x.sin(), x.cos()), [x], tmp_path / "two.npz")
-    missing = jaxfn.paritycheck(jnp.sin, tmp_path / "two.npz", raise_exception=False)
+    missing = compare(jnp.sin, tmp_path / "two.npz")
     assert verdicts(missing) == {"output 0": "equal", "output 1": "missing"}
     assert missing.notes[0].endswith("Derivatives are not compared.")
 
@@ -256,7 +253,7 @@ def test_derivatives_are_compared_for_the_outputs_that_both_return(factor, verdi
         return jnp.zeros_like(x).at[0].set(2 * g0) + factor * 3 * x**2 * g1
 
     (x,) = random((3, 2))
-    report = jaxfn.paritycheck(port, lambda x: (x * 2, x**3, x.exp()), [x], raise_exception=False)
+    report = compare(port, lambda x: (x * 2, x**3, x.exp()), [x])
     found = verdicts(report)
     assert [found.pop(f"output {i}") for i in range(3)] == ["shape (2,)", "equal", "missing"]
     assert found["gradient of input 0"] == found["second derivative, input 0"] == verdict
@@ -290,9 +287,7 @@ def test_a_report_names_the_functions(port, reference, names):
 def test_64_bit_follows_the_setting():
     assert jaxfn.paritycheck(lambda x: jnp.sin(x), torch.sin, random((3,), dtype=np.float64))
     with jax.enable_x64(True):
-        report = jaxfn.paritycheck(
-            lambda x: jnp.sin(x), torch.sin, random((3,), dtype=np.float64), raise_exception=False
-        )
+        report = compare(lambda x: jnp.sin(x), torch.sin, random((3,), dtype=np.float64))
     assert report
     assert report.rows[0].relative_error < 1e-12
 
@@ -301,14 +296,14 @@ def test_64_bit_follows_the_setting():
 def test_no_second_derivative_in_torch_is_a_note():
     TorchOnce = make_function(Torch, torch.square, lambda g, x: 2 * x * g)
     TorchOnce.backward = staticmethod(torch.autograd.function.once_differentiable(TorchOnce.backward))
-    report = jaxfn.paritycheck(lambda x: x**2, TorchOnce, random((3,)), raise_exception=False)
+    report = compare(lambda x: x**2, TorchOnce, random((3,)))
     assert report
     assert "torch has no second derivatives" in str(report)
 
 
 @row("H6")
 def test_the_report_is_a_table_and_json():
-    report = jaxfn.paritycheck(Linear, TorchLinear, LINEAR, raise_exception=False)
+    report = compare(Linear, TorchLinear, LINEAR)
     content = json.loads(report.to_json())
     assert content["passed"] is True
     assert content["versions"]["torch"] == torch.__version__
@@ -341,7 +336,7 @@ def test_recorded_and_checked_without_torch(tmp_path):
         right = lambda x, w, b: x @ w.T + b
         wrong = lambda x, w, b: x @ w.T + 2 * b
         path = {str(path)!r}
-        print(bool(jaxfn.paritycheck(right, path)), bool(jaxfn.paritycheck(wrong, path, raise_exception=False)))
+        print(bool(jaxfn.paritycheck(right, path)), bool(compare(wrong, path)))
         try:
             jaxfn.paritycheck(right, right, [1.0])
         except ImportError as error:
@@ -358,7 +353,7 @@ def test_python_values_and_bfloat16(tmp_path):
     (x,) = random((3, 2))
     args = [x.astype(jnp.bfloat16), {"by": [2.0, None]}, 3, "name"]
     jaxfn.record_reference(lambda x, how, power, name: x**power * how["by"][0], args, path)
-    report = jaxfn.paritycheck(lambda x, how, power, name: x**power * how["by"][0], path, raise_exception=False)
+    report = compare(lambda x, how, power, name: x**power * how["by"][0], path)
     assert report.rows[0].dtype == "bfloat16"
     assert report.rows[0].verdict == "equal"
 
@@ -395,12 +390,12 @@ def test_weights_in_float32(reference):
         y = x @ weight.T + bias
         return by * (y - y.mean(0)) / jnp.sqrt(y.var(0) + 1e-5)
 
-    report = jaxfn.paritycheck(right, reference(module), random((4, 3)), raise_exception=False)
+    report = compare(right, reference(module), random((4, 3)))
     assert report, report
     is_captured = "torch does not run in float64" in str(report)
     assert is_captured == (report.rows[0].double_error is None)
     assert is_captured or module[1].num_batches_tracked == 0  # the user's module is unchanged
-    wrong = jaxfn.paritycheck(lambda x: right(x, 1.01), reference(module), random((4, 3)), raise_exception=False)
+    wrong = compare(lambda x: right(x, 1.01), reference(module), random((4, 3)))
     assert verdicts(wrong)["output 0"] == ("differs" if is_captured else "formula")
 
 
@@ -409,7 +404,7 @@ def test_a_port_in_float32_only():
     def port(x):
         return jax.lax.mul(x, jnp.float32(2))  # no promotion
 
-    report = jaxfn.paritycheck(port, lambda x: 2 * x, random((3,)), raise_exception=False)
+    report = compare(port, lambda x: 2 * x, random((3,)))
     assert report and "JAX does not run in float64" in str(report)
 
 
@@ -421,9 +416,7 @@ def test_integers_are_exact(dtype):
     other[-1] = not other[-1] if dtype == np.bool_ else other[-1] - 1
     with jax.enable_x64(True):
         assert jaxfn.paritycheck(lambda x: jnp.asarray(large), lambda x: torch.tensor(large), random((3,)))
-        report = jaxfn.paritycheck(
-            lambda x: jnp.asarray(other), lambda x: torch.tensor(large), random((3,)), raise_exception=False
-        )
+        report = compare(lambda x: jnp.asarray(other), lambda x: torch.tensor(large), random((3,)))
     assert [(row.verdict, row.max_error) for row in report.failures] == [("formula", 1.0)]
     counts = np.array([7, 1000], np.int32)
     assert jaxfn.paritycheck(lambda x: counts + 1, lambda x: torch.tensor(counts), random((3,)), atol=1)
@@ -433,9 +426,9 @@ def test_integers_are_exact(dtype):
 def test_none_and_numbers_among_outputs():
     (x,) = random((3,))
     assert jaxfn.paritycheck(lambda x: (None, 2 * x, 3.0), lambda x: (None, 2 * x, 3.0), [x])
-    moved = jaxfn.paritycheck(lambda x: (2 * x, None), lambda x: (None, 2 * x), [x], raise_exception=False)
+    moved = compare(lambda x: (2 * x, None), lambda x: (None, 2 * x), [x])
     assert verdicts(moved) == {"output 1": "missing", "output 0": "extra"}
-    number = jaxfn.paritycheck(lambda x: (x, 4.0), lambda x: (x, 3.0), [x], raise_exception=False)
+    number = compare(lambda x: (x, 4.0), lambda x: (x, 3.0), [x])
     assert verdicts(number)["output 1"] == "formula"
     with pytest.raises(TypeError, match="<lambda> returned a set as output 1, which cannot be compared"):
         jaxfn.paritycheck(lambda x: x, lambda x: (x, {x}), [x])
@@ -449,7 +442,7 @@ def test_half_precision_hides_no_wrong_formula():
         return lambda x: jnp.tanh(x) * factor
 
     assert jaxfn.paritycheck(port(1.0), torch.tanh, [x])
-    report = jaxfn.paritycheck(port(1.01), torch.tanh, [x], raise_exception=False)
+    report = compare(port(1.01), torch.tanh, [x])
     assert set(verdicts(report).values()) == {"formula"}
     cast = jaxfn.paritycheck(
         lambda x: jnp.tanh(x.astype(jnp.bfloat16)).astype(x.dtype),
@@ -504,11 +497,10 @@ def test_a_mask_does_not_hide_errors_of_other_numbers(shift, dtype):
     is_lower = np.tril(np.ones((8, 8), bool))
     (q,) = random((8, 4), dtype=dtype)
     with jax.enable_x64(dtype is np.float64):
-        report = jaxfn.paritycheck(
+        report = compare(
             lambda q: jnp.where(is_lower, q @ q.T + shift, -1e9),
             lambda q: torch.where(torch.tensor(is_lower), q @ q.T, torch.tensor(-1e9).to(q.dtype)),
             [q],
-            raise_exception=False,
         )
     assert bool(report) == (shift == 0.0), report
 

@@ -34,6 +34,22 @@ def rule(forward, backward):
     return function
 
 
+def saving(compute, choose, backward):
+    """A Function of `compute`, which saves what `choose(output, *inputs)` returns; `backward(g, *saved)`."""
+
+    def forward(ctx, *inputs):
+        output = compute(*inputs)
+        ctx.save_for_backward(*choose(output, *inputs))
+        return output
+
+    return rule(forward, lambda ctx, g: backward(g, *ctx.saved_tensors))
+
+
+def of_inputs(compute, backward):
+    """A Function that saves its inputs."""
+    return saving(compute, lambda output, *inputs: inputs, backward)
+
+
 def scaled_sine(factor):
     """sin, with a backward that is `factor` times what it should be."""
 

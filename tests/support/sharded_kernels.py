@@ -1,7 +1,7 @@
 """Twelve kernels with a sharding rule, each with a hand-written `shard_map`.
 
-The hand-written one has the local code of both directions, with its collectives: `axes("d")` are the mesh axes over
-which a factor is split. How arrays lie follows from the factors of inputs, outputs and residuals.
+Both have the same code for each direction. In the hand-written one it has its collectives: `axes("d")` are the mesh
+axes over which a factor is split. How arrays lie follows from the factors of inputs, outputs and residuals.
 """
 
 from __future__ import annotations
@@ -113,6 +113,8 @@ KERNELS: dict[str, Kernel] = {}
 
 
 def kernel(
+    name: str,
+    rule: str | jaxfn.ShardingRule,
     plain: Callable[..., Any],
     sizes: dict[str, int],
     data: str,
@@ -121,22 +123,26 @@ def kernel(
     backward: Callable[..., Any],
     residuals: str,
     integers: dict[int, int] | None = None,
-) -> Callable[[Any], Any]:
-    """Registers a Function; `data` and `model` are the factors that are split over these axes."""
+) -> None:
+    """Registers a Function with a rule; `data` and `model` are the factors that are split over these axes."""
     both = {data: "data", model: "model"} if model else {data: ("data", "model")}
     splits = {"data": {data: "data"}, "model": {model or data: "model"}, "both": both}
+    integers = integers or {}
+    manual = rule.manual_factors if isinstance(rule, jaxfn.ShardingRule) else ()
 
-    def register(function: Any) -> Any:
-        KERNELS[function.__name__] = Kernel(
-            function, plain, sizes, splits, forward, backward, residuals, integers or {}
-        )
-        return function
+    def forward_of_part(ctx: Any, *inputs: Any) -> Any:
+        outputs, saved = forward(lambda factor: ctx.mesh_axes(factor) if factor in manual else (), *inputs)
+        ctx.save_for_backward(*saved)
+        ctx.num_inputs = len(inputs)
+        return outputs if len(outputs) > 1 else outputs[0]
 
-    return register
+    def backward_of_part(ctx: Any, *grad_outputs: Any) -> Any:
+        gradients = iter(backward(lambda factor: (), ctx.saved_tensors, *grad_outputs))
+        return tuple(None if i in integers else next(gradients) for i in range(ctx.num_inputs))
 
-
-def rule(text: str, **kinds: Any) -> jaxfn.ShardingRule:
-    return jaxfn.ShardingRule(text, **kinds)
+    methods = {"forward": staticmethod(forward_of_part), "backward": staticmethod(backward_of_part)}
+    function = type(name, (jaxfn.Function,), {"sharding_rule": rule, **methods})
+    KERNELS[name] = Kernel(function, plain, sizes, splits, forward, backward, residuals, integers)
 
 
 # 1: a product whose inner dimension is split
@@ -151,27 +157,33 @@ def _matmul_bwd(axes, saved, g):
     return psum(g @ w.T, axes("h")), psum(x.T @ g, axes("b"))
 
 
-@kernel(jnp.matmul, {"b": 8, "d": 16, "h": 24}, "b", "d", _matmul_fwd, _matmul_bwd, "b d, d h")
-class MatMul(jaxfn.Function):
-    sharding_rule = rule("b d, d h -> b h", reduction_factors=("d",))
-
-    @staticmethod
-    def forward(ctx, x, w):
-        ctx.save_for_backward(x, w)
-        return x @ w
-
-    @staticmethod
-    def backward(ctx, g):
-        x, w = ctx.saved_tensors
-        return g @ w.T, x.T @ g
+kernel(
+    "MatMul",
+    jaxfn.ShardingRule("b d, d h -> b h", reduction_factors=("d",)),
+    jnp.matmul,
+    {"b": 8, "d": 16, "h": 24},
+    "b",
+    "d",
+    _matmul_fwd,
+    _matmul_bwd,
+    "b d, d h",
+)
 
 
 # 2: a product that is split on its columns
 
 
-@kernel(jnp.matmul, {"b": 8, "d": 16, "h": 24}, "b", "h", _matmul_fwd, _matmul_bwd, "b d, d h")
-class ColumnParallel(MatMul):
-    pass
+kernel(
+    "ColumnParallel",
+    jaxfn.ShardingRule("b d, d h -> b h", reduction_factors=("d",)),
+    jnp.matmul,
+    {"b": 8, "d": 16, "h": 24},
+    "b",
+    "h",
+    _matmul_fwd,
+    _matmul_bwd,
+    "b d, d h",
+)
 
 
 # 3: RMSNorm
@@ -191,54 +203,43 @@ def _hand_rms_bwd(axes, saved, g):
     return gx, psum(gw, axes("b"))
 
 
-@kernel(
+def _rms_fwd(axes, x, w):
+    r = _rms(x)
+    return (x * r * w,), (x, w, r)
+
+
+kernel(
+    "RMSNorm",
+    jaxfn.ShardingRule("b d, d -> b d", need_replication_factors=("d",)),
     lambda x, w: x * _rms(x) * w,
     {"b": 8, "d": 12},
     "b",
     None,
-    lambda axes, x, w: ((x * _rms(x) * w,), (x, w, _rms(x))),
+    _rms_fwd,
     _hand_rms_bwd,
     "b d, d, b one",
 )
-class RMSNorm(jaxfn.Function):
-    sharding_rule = rule("b d, d -> b d", need_replication_factors=("d",))
-
-    @staticmethod
-    def forward(ctx, x, w):
-        r = _rms(x)
-        ctx.save_for_backward(x, w, r)
-        return x * r * w
-
-    @staticmethod
-    def backward(ctx, g):
-        return _rms_bwd(*ctx.saved_tensors, g)
 
 
 # 4: softmax
 
 
-@kernel(
+def _softmax_fwd(axes, x):
+    y = jax.nn.softmax(x)
+    return (y,), (y,)
+
+
+kernel(
+    "Softmax",
+    jaxfn.ShardingRule("b t d -> b t d", need_replication_factors=("d",)),
     partial(jax.nn.softmax, axis=-1),
     {"b": 16, "t": 8, "d": 12},
     "b",
     "t",
-    lambda axes, x: ((jax.nn.softmax(x),), (jax.nn.softmax(x),)),
+    _softmax_fwd,
     lambda axes, saved, g: (saved[0] * (g - jnp.sum(g * saved[0], -1, keepdims=True)),),
     "b t d",
 )
-class Softmax(jaxfn.Function):
-    sharding_rule = rule("b t d -> b t d", need_replication_factors=("d",))
-
-    @staticmethod
-    def forward(ctx, x):
-        y = jax.nn.softmax(x)
-        ctx.save_for_backward(y)
-        return y
-
-    @staticmethod
-    def backward(ctx, g):
-        (y,) = ctx.saved_tensors
-        return y * (g - jnp.sum(g * y, -1, keepdims=True))
 
 
 # 5: cross entropy over a split vocabulary, which communicates itself
@@ -267,7 +268,9 @@ def _plain_cross_entropy(x, t):
     return log_sum - jnp.take_along_axis(x, t[:, None], 1)[:, 0], log_sum
 
 
-@kernel(
+kernel(
+    "CrossEntropy",
+    jaxfn.ShardingRule("b v, b -> b, b", manual_factors=("v",)),
     _plain_cross_entropy,
     {"b": 8, "v": 16},
     "b",
@@ -277,18 +280,6 @@ def _plain_cross_entropy(x, t):
     "b v, b, b v",
     {1: 16},
 )
-class CrossEntropy(jaxfn.Function):
-    sharding_rule = rule("b v, b -> b, b", manual_factors=("v",))
-
-    @staticmethod
-    def forward(ctx, x, t):
-        loss, log_sum, hot = _cross_entropy(x, t, ctx.mesh_axes("v"))
-        ctx.save_for_backward(x, log_sum, hot)
-        return loss, log_sum
-
-    @staticmethod
-    def backward(ctx, g, g_log_sum):
-        return _cross_entropy_bwd(*ctx.saved_tensors, g, g_log_sum), None
 
 
 # 6: a quantizer of rows, whose rounding has a gradient of 1
@@ -310,27 +301,22 @@ def _plain_quantize(x):
     return scaled + jax.lax.stop_gradient(jnp.round(scaled) - scaled), largest
 
 
-@kernel(
+def _quantize_fwd(axes, x):
+    q, largest = _quantize(x)
+    return (q, largest), (x, largest)
+
+
+kernel(
+    "QuantizeRows",
+    jaxfn.ShardingRule("r d -> r d, r", need_replication_factors=("d",)),
     _plain_quantize,
     {"r": 8, "d": 12},
     "r",
     None,
-    lambda axes, x: (_quantize(x), (x, _quantize(x)[1])),
+    _quantize_fwd,
     lambda axes, saved, g, g_largest: (_quantize_bwd(*saved, g, g_largest),),
     "r d, r",
 )
-class QuantizeRows(jaxfn.Function):
-    sharding_rule = rule("r d -> r d, r", need_replication_factors=("d",))
-
-    @staticmethod
-    def forward(ctx, x):
-        q, largest = _quantize(x)
-        ctx.save_for_backward(x, largest)
-        return q, largest
-
-    @staticmethod
-    def backward(ctx, g, g_largest):
-        return _quantize_bwd(*ctx.saved_tensors, g, g_largest)
 
 
 # 7: attention
@@ -356,7 +342,9 @@ def _hand_attention(axes, q, k, v):
     return (y,), (q, k, v, p)
 
 
-@kernel(
+kernel(
+    "Attention",
+    jaxfn.ShardingRule("b h q d, b h k d, b h k e -> b h q e", need_replication_factors=("k", "d")),
     lambda *args: _attention(*args)[0],
     {"b": 8, "h": 8, "q": 3, "k": 5, "d": 4, "e": 2},
     "b",
@@ -365,18 +353,6 @@ def _hand_attention(axes, q, k, v):
     lambda axes, saved, g: _attention_bwd(*saved, g),
     "b h q d, b h k d, b h k e, b h q k",
 )
-class Attention(jaxfn.Function):
-    sharding_rule = rule("b h q d, b h k d, b h k e -> b h q e", need_replication_factors=("k", "d"))
-
-    @staticmethod
-    def forward(ctx, q, k, v):
-        y, p = _attention(q, k, v)
-        ctx.save_for_backward(q, k, v, p)
-        return y
-
-    @staticmethod
-    def backward(ctx, g):
-        return _attention_bwd(*ctx.saved_tensors, g)
 
 
 # 8: a scale and a bias
@@ -387,7 +363,9 @@ def _hand_affine_bwd(axes, saved, g):
     return g * w, psum(jnp.sum(g * x, 0), axes("b")), psum(jnp.sum(g, 0), axes("b"))
 
 
-@kernel(
+kernel(
+    "Affine",
+    "b d, d, d -> b d",
     lambda x, w, b: x * w + b,
     {"b": 8, "d": 16},
     "b",
@@ -396,18 +374,6 @@ def _hand_affine_bwd(axes, saved, g):
     _hand_affine_bwd,
     "b d, d",
 )
-class Affine(jaxfn.Function):
-    sharding_rule = "b d, d, d -> b d"
-
-    @staticmethod
-    def forward(ctx, x, w, b):
-        ctx.save_for_backward(x, w)
-        return x * w + b
-
-    @staticmethod
-    def backward(ctx, g):
-        x, w = ctx.saved_tensors
-        return g * w, jnp.sum(g * x, 0), jnp.sum(g, 0)
 
 
 # 9: a gated activation
@@ -418,7 +384,9 @@ def _gate_bwd(x, gate, g):
     return g * s, g * x * s * (1 - s)
 
 
-@kernel(
+kernel(
+    "Gate",
+    "b d, b d -> b d",
     lambda x, gate: x * jax.nn.sigmoid(gate),
     {"b": 8, "d": 16},
     "b",
@@ -427,17 +395,6 @@ def _gate_bwd(x, gate, g):
     lambda axes, saved, g: _gate_bwd(*saved, g),
     "b d, b d",
 )
-class Gate(jaxfn.Function):
-    sharding_rule = "b d, b d -> b d"
-
-    @staticmethod
-    def forward(ctx, x, gate):
-        ctx.save_for_backward(x, gate)
-        return x * jax.nn.sigmoid(gate)
-
-    @staticmethod
-    def backward(ctx, g):
-        return _gate_bwd(*ctx.saved_tensors, g)
 
 
 # 10: a distance for each row
@@ -447,7 +404,9 @@ def _hand_distance(axes, x, y):
     return (psum(jnp.sum((x - y) ** 2, -1), axes("d")),), (x, y)
 
 
-@kernel(
+kernel(
+    "Distance",
+    jaxfn.ShardingRule("b d, b d -> b", reduction_factors=("d",)),
     lambda x, y: jnp.sum((x - y) ** 2, -1),
     {"b": 8, "d": 16},
     "b",
@@ -456,19 +415,6 @@ def _hand_distance(axes, x, y):
     lambda axes, saved, g: (2 * g[:, None] * (saved[0] - saved[1]), 2 * g[:, None] * (saved[1] - saved[0])),
     "b d, b d",
 )
-class Distance(jaxfn.Function):
-    sharding_rule = rule("b d, b d -> b", reduction_factors=("d",))
-
-    @staticmethod
-    def forward(ctx, x, y):
-        ctx.save_for_backward(x, y)
-        return jnp.sum((x - y) ** 2, -1)
-
-    @staticmethod
-    def backward(ctx, g):
-        x, y = ctx.saved_tensors
-        gradient = 2 * g[:, None] * (x - y)
-        return gradient, -gradient
 
 
 # 11: a scalar
@@ -478,7 +424,9 @@ def _hand_energy(axes, x):
     return (psum(jnp.sum(jnp.sin(x)), (*axes("b"), *axes("d"))),), (x,)
 
 
-@kernel(
+kernel(
+    "Energy",
+    jaxfn.ShardingRule("b d -> ", reduction_factors=("b", "d")),
     lambda x: jnp.sum(jnp.sin(x)),
     {"b": 8, "d": 16},
     "b",
@@ -487,18 +435,6 @@ def _hand_energy(axes, x):
     lambda axes, saved, g: (g * jnp.cos(saved[0]),),
     "b d",
 )
-class Energy(jaxfn.Function):
-    sharding_rule = rule("b d -> ", reduction_factors=("b", "d"))
-
-    @staticmethod
-    def forward(ctx, x):
-        ctx.save_for_backward(x)
-        return jnp.sum(jnp.sin(x))
-
-    @staticmethod
-    def backward(ctx, g):
-        (x,) = ctx.saved_tensors
-        return g * jnp.cos(x)
 
 
 # 12: an outer product
@@ -509,7 +445,9 @@ def _hand_outer_bwd(axes, saved, g):
     return psum(jnp.einsum("bij,bj->bi", g, y), axes("j")), psum(jnp.einsum("bij,bi->bj", g, x), axes("i"))
 
 
-@kernel(
+kernel(
+    "Outer",
+    "b i, b j -> b i j",
     partial(jnp.einsum, "bi,bj->bij"),
     {"b": 8, "i": 6, "j": 16},
     "b",
@@ -518,15 +456,3 @@ def _hand_outer_bwd(axes, saved, g):
     _hand_outer_bwd,
     "b i, b j",
 )
-class Outer(jaxfn.Function):
-    sharding_rule = "b i, b j -> b i j"
-
-    @staticmethod
-    def forward(ctx, x, y):
-        ctx.save_for_backward(x, y)
-        return jnp.einsum("bi,bj->bij", x, y)
-
-    @staticmethod
-    def backward(ctx, g):
-        x, y = ctx.saved_tensors
-        return jnp.einsum("bij,bj->bi", g, y), jnp.einsum("bij,bi->bj", g, x)

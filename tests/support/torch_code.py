@@ -56,3 +56,16 @@ class Net(torch.nn.Module):
 
     def forward(self, *args: Any) -> Any:
         return self.run(self, *args)
+
+
+def as_functions(module: Any, ops: Any = None) -> tuple[Callable[..., Any], Callable[..., Any]]:
+    """Returns a module as a function of its input and its parameters: converted, and in torch."""
+    net = jaxfn.from_torch(module, ops=ops)
+
+    def named(parameters: Any) -> dict[str, Any]:
+        return dict(zip(net.parameters, parameters, strict=True))
+
+    return (
+        lambda x, *parameters: net.apply(named(parameters), net.buffers, x)[0],
+        lambda x, *parameters: torch.func.functional_call(module, named(parameters), (x,)),
+    )
