@@ -79,7 +79,7 @@ TORCH_CODE = """
     def row(x):
         return x.unsqueeze(0)
 """
-# Runs the commands that it reads, each as it would run in a process of its own.
+# Runs the commands that it reads, each as it would run in a separate process.
 COMMANDS = """
     import contextlib, io, json, sys
     from jaxfn._cli import main

@@ -82,6 +82,10 @@ def returned_input(lib):
     return make_function(lib, lambda a, b: (b, a * b), lambda g, h, a, b: (h * b, 3 * g + h * a))
 
 
+def real_times_complex(lib):
+    return make_function(lib, lambda x, z: x * z, lambda g, x, z: (lib.m.real(g * lib.m.conj(z)), g * x))
+
+
 RANDOM = np.random.default_rng(0)
 
 
@@ -115,6 +119,9 @@ FUNCTIONS = (
         "log_sum_exp": Shared(log_sum_exp, (numbers(4, 3),)),
         "cube": Shared(cube, (numbers(4, 3),)),
         "returned_input": Shared(returned_input, (numbers(4, 3), numbers(4, 3))),
+        "real_times_complex": Shared(
+            real_times_complex, (np.array([0.5, -1.5, 2.0]), np.array([0.3 + 1.1j, -0.7 + 0.2j, 1.5 - 0.4j]))
+        ),
         "mul": Shared(partial(in_library, Mul), (numbers(4, 3), numbers(4, 3))),
     }
     | {f"{base} of gradcheck": Shared(partial(class_of_base, base), generated(base.inputs, 0)) for base in BASES}

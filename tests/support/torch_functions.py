@@ -36,7 +36,7 @@ class Case(NamedTuple):
 # Those that are written as in JAX. Of a saved intermediate, torch drops the second derivative.
 SHARED = """
     exp straight_through relu mul mul_constant quantize normalize cross_entropy log_sum_exp cube returned_input
-    complex_product polar undefined_gradients lookup
+    complex_product real_times_complex undefined_gradients lookup
 """
 CASES = {
     name: Case(shared.define(torch_library()), shared.args, 2)
