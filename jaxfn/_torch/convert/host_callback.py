@@ -346,12 +346,12 @@ class HostAdapter(FunctionAdapter):
     def _find_host(self, arguments: Any, specs: Sequence[TensorSpec], flags: tuple[bool, ...]) -> HostForward:
         """Returns the host computation for these arguments, which is not needed if they can be traced."""
         key = static_key(torch_tree.tree_map(_by_identity, arguments)), tuple(specs), torch_settings()
-        host = self._hosts.get(key, lambda host: host.flags == flags)
+        hosts = self._hosts.values(key)
+        host = next((x for x in hosts if x.flags == flags), None)
         if host is None:
             host = self._new_host(arguments, specs, flags)
             self._hosts.put(key, host)
-        other = self._hosts.get(key, lambda other: other.output is not None)
-        host.output = host.output or (other and other.output)
+        host.output = host.output or next((x.output for x in hosts if x.output is not None), None)
         return host
 
     def _new_host(self, arguments: Any, specs: Sequence[TensorSpec], flags: tuple[bool, ...]) -> HostForward:

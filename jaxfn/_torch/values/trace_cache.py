@@ -363,10 +363,6 @@ class LRUCache(Generic[_T]):
         self._values: OrderedDict[Hashable, list[_T]] = OrderedDict()
         self._lock = threading.Lock()
 
-    def get(self, key: Hashable, fits: Callable[[_T], bool]) -> _T | None:
-        """Returns a cached value for a key that fits, if there is one."""
-        return next(filter(fits, self.values(key)), None)
-
     def values(self, key: Hashable) -> list[_T]:
         """Returns the cached values for a key."""
         with self._lock:
