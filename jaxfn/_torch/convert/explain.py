@@ -69,11 +69,7 @@ class ExplainedMethod:
 
     def _functions_and_unsupported(self) -> str:
         applied = "".join(f"\n    {function}" for function in self.functions)
-        missing = "".join(
-            f"\n    {entry.operation}, {entry.line or 'line unknown'}"
-            f"{f', in {entry.callable}' if entry.callable else ''}{f': {entry.reason}' if entry.reason else ''}"
-            for entry in self.unsupported
-        )
+        missing = "".join(f"\n    {entry}" for entry in self.unsupported)
         return (f"\n{self.name}, Functions in it:{applied}" if applied else "") + (
             f"\n{self.name}, without a translation:{missing or ' none'}" if self.graph else ""
         )

@@ -60,6 +60,11 @@ class Unsupported(NamedTuple):
     reason: str | None = None
     callable: str | None = None
 
+    def __str__(self) -> str:
+        line = f", called at {self.line}" if self.line else ""
+        function = f", in {self.callable}" if self.callable else ""
+        return f"{self.operation}{line}{function}{f': {self.reason}' if self.reason else ''}"
+
 
 class RecordedGraph(NamedTuple):
     """The graph of a `Recorder`, perhaps while it is recorded.
@@ -314,14 +319,9 @@ def _make_segments(steps: Sequence[Step]) -> list[_Segment]:
 
 def unsupported_message(entries: Sequence[Unsupported]) -> str:
     """Returns the message for unsupported operations."""
-    lines: list[str] = []
-    for entry in entries:
-        line = f", called at {entry.line}" if entry.line else ""
-        function = f", in {entry.callable}" if entry.callable else ""
-        lines.append(f"  {entry.operation}{line}{function}{f': {entry.reason}' if entry.reason else ''}")
     return (
         "no translation to JAX for\n"
-        + "\n".join(lines)
+        + "\n".join(f"  {entry}" for entry in entries)
         + "\nName a JAX function for each by `ops={torch_op: jax_function}`, or for a Python function around it, or "
         "use other operations."
     )
