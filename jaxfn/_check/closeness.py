@@ -1,4 +1,4 @@
-"""How close is close: the errors that a good implementation may have, by the magnitude of the numbers.
+"""Closeness: the errors that a good implementation may have, by the magnitude of the numbers.
 
 An entry is right if its difference is at most what is allowed for it (`excess`, `agree`). That is an error that was
 measured (`by_magnitude`), or else the rounding of the entry itself (`rounding_of_terms`).

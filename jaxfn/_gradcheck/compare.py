@@ -52,7 +52,7 @@ class JacobianBlock:
 
 @dataclass(frozen=True)
 class Reference:
-    """What a derivative is compared with: autodiff of the function without its rule, or finite differences."""
+    """A derivative, and what it is compared with: autodiff of the function without its rule, or finite differences."""
 
     mode: ADMode  # the mode of the derivative
     derivative: Derivative  # the function's rule, or autodiff that is itself compared with differences

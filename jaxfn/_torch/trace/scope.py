@@ -112,8 +112,8 @@ def _operand_error(state: TraceState, error: Exception) -> TranslationError | No
 
 def _explain_torch_error(name: str, error: Exception) -> TranslationError | None:
     """Returns an explanation of an error that torch raised while tracing, if it is known."""
-    for words, explanation in _EXPLANATIONS.items():
-        if any(word in str(error) for word in words):
+    for parts, explanation in _EXPLANATIONS.items():
+        if any(part in str(error) for part in parts):
             where = source_line([frame for frame, _ in traceback.walk_tb(error.__traceback__)][::-1])
             return TranslationError(f"{name} {explanation}{where}")
     return None
