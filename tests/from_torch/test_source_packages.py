@@ -8,7 +8,6 @@ import types
 from pathlib import Path
 from typing import Any
 
-import jax
 import numpy as np
 import pytest
 
@@ -211,13 +210,3 @@ def test_errors_name_the_function_and_the_line(package, case):
     )
     with pytest.raises(jaxfn.TranslationError, match=f"(?s){message}"):
         jaxfn.port(main.f, normal(2, 3))
-
-
-@row("H18")
-def test_what_a_comparison_compiled_is_released(package):
-    main = package(main="def f(x):\n    return x.tanh()\n")
-    jaxfn.port(main.f, normal(2, 3))
-    (client,) = {device.client for device in jax.devices()}
-    before = len(client.live_executables())
-    jaxfn.port(main.f, normal(2, 3))
-    assert len(client.live_executables()) <= before

@@ -189,11 +189,13 @@ class Proof:
                 return Difference(i, group, text, group.example)
         if group.what == EXAMPLE and order == 1 and ours.error(group.example, 2) is None:
             return Difference(2, group, "the converted Function has none", group.example)
-        compiled, casts = _compile(ours, theirs, order, ours.arrays(group.example))
+        arrays, run = ours.arrays(group.example), partial(_Program.run, order=order)
+        compiled, casts = _compile(run, ours, theirs, arrays)
         if group.what == EXAMPLE:
             for method in self.methods:
-                results = (getattr(x, f"outputs_by_{method}")(x.arrays(group.example)) for x in (ours, theirs))
-                if (text := _difference(*results)) is not None:
+                # One program, which is freed, not one for each operation, which JAX keeps.
+                by_method, _ = _compile(getattr(_Program, f"outputs_by_{method}"), ours, theirs, arrays)
+                if (text := _difference(*by_method(arrays))) is not None:
                     return Difference(0, group, f"{text}, by {method}", group.example)
         for what, sample in self._samples_of(group):
             if casts and what in ("at NaN", "at infinity"):  # Their conversions to integers are not defined.
@@ -223,7 +225,7 @@ class Proof:
         with jax.enable_x64(True):
             arrays = ours.arrays(doubled.example)
             try:
-                found, expected = _compile(ours, theirs, order, arrays)[0](arrays)
+                found, expected = _compile(partial(_Program.run, order=order), ours, theirs, arrays)[0](arrays)
             except Exception:  # The code may not accept double precision.
                 return False
         return _difference(found[quantity], expected[quantity], 1e-7) is None
@@ -312,12 +314,12 @@ def _weights(x: jax.Array, seed: int) -> jax.Array:
 
 
 def _compile(
-    ours: _Program, theirs: _Program, order: int, arrays: Sequence[jax.Array]
+    run: Callable[..., Any], ours: _Program, theirs: _Program, arrays: Sequence[jax.Array]
 ) -> tuple[Callable[..., Any], bool]:
-    """Compiles both programs; returns also whether they convert floating-point numbers to integers."""
+    """Compiles what `run` returns of both; returns also whether they convert floating-point numbers to integers."""
 
     def both(xs: Sequence[jax.Array]) -> tuple[Any, Any]:
-        return ours.run(xs, order), theirs.run(xs, order)
+        return run(ours, xs), run(theirs, xs)
 
     options: Any = _COMPILER_OPTIONS
     traced = jax.jit(both).trace(arrays)
