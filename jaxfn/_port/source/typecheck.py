@@ -105,9 +105,8 @@ class TemplateCheck:
             static = {name: value for name, value in arrays.items() if not is_abstract[name]}
             traced = {name: value for name, value in arrays.items() if is_abstract[name]}
             try:
-                if is_concrete:
-                    return eval(code, self._names | arrays)
-                return jax.eval_shape(partial(eval, code, self._names | static), traced)
+                function = partial(eval, code, self._names | static)
+                return jax.jit(function)(traced) if is_concrete else jax.eval_shape(function, traced)
             except Exception as error:
                 raise NoRuleError(f"`{template}` fails: {str(error).splitlines()[0]}") from error
 
@@ -117,7 +116,7 @@ def _is_checkable(values: Mapping[str, Any]) -> bool:
 
 
 def _is_abstract(value: Any) -> bool:
-    return isinstance(value, jax.ShapeDtypeStruct)
+    return isinstance(value, (jax.ShapeDtypeStruct, jax.Array))
 
 
 def _abstract(value: Any, is_concrete: bool) -> Any:
