@@ -166,10 +166,10 @@ def sine_closing_over_its_scale(w, form):
         ctx.save_for_forward(saved)
         return jnp.sin(x)
 
-    def rule(ctx, moving, scale=w, *, again=w):
+    def rule(ctx, moving, scale=w):
         (saved,) = ctx.saved_tensors
         slope = saved if form == "intermediate" else jnp.cos(saved)
-        factors = {"defaults": scale * again, "tuples": held[0][0] ** 2}
+        factors = {"defaults": scale * scale, "tuples": held[0][0] ** 2}
         return moving * slope * factors.get(form, square())
 
     functions = {"backward": staticmethod(rule), "forward": staticmethod(forward)}
@@ -275,6 +275,18 @@ def test_a_list_that_backward_appends_to_is_the_callers():
     for calls in (3, 6):
         assert jax.jit(jax.grad(lambda x: f(f(f(x)))))(0.6) == 8.0
         assert len(seen) == calls
+
+
+@row("A9")
+def test_a_keyword_default_of_backward():
+    @jax.jit
+    def gradient(w, x):
+        def backward(ctx, g, *, scale=w):
+            return g * scale
+
+        return jax.grad(jax.jit(jaxfn.autograd_function(lambda ctx, x: jnp.round(x), backward)))(x)
+
+    assert gradient(3.0, 0.6) == 3.0
 
 
 @row("A9")
