@@ -428,7 +428,7 @@ def test_the_error_names_the_static_leaf_of_a_pytree():
 @in_each_library
 @pytest.mark.parametrize("dtype", [np.int64, np.int8, np.bool_])
 def test_a_gradient_for_an_integer_array_is_ignored(lib, dtype):
-    """Of any shape."""
+    """It may have any shape."""
     for ignored in (lambda g: g, lambda g: g[:2]):
         f = returning(lib, lambda g, ignored=ignored: (3 * g, ignored(g)))
         assert_gradients(lib, f, [X, np.ones((3, 2), dtype)], 3 * G)

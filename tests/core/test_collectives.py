@@ -123,7 +123,7 @@ def compare(got, expected, rtol=2e-4):
 
 
 def compare_or_both_raise(rules, ours, theirs, expected):
-    """With `backward` alone JAX may not know the axis where it calls the rule."""
+    """Compares results; with `backward` alone JAX may not know the axis where it calls the rule."""
     try:
         got = ours()
     except NameError as error:

@@ -69,7 +69,7 @@ def test_a_gradient_that_is_summed_to_a_replicated_bias_under_explicit_axes(rule
     [1, 2],
 )
 def test_vmap_over_an_explicit_axis_with_a_weight_that_all_elements_share(rules, axis_of_w, order):
-    """Of a product, and of an output of the weight alone; the rule is three times the derivative."""
+    """Maps a product, and an output of the weight alone; the rule is three times the derivative."""
     mesh = jax.make_mesh((4, 2), ("data", "model"), axis_types=(AxisType.Explicit,) * 2)
     f = function_of(
         rules,

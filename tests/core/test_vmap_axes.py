@@ -109,7 +109,7 @@ def test_a_rule_that_gives_a_mapped_input_a_derivative_of_an_output_without_the_
     steps = STEPS | {"vmap": over}
 
     def both(f):
-        """With weights, so that it shows if entries are exchanged."""
+        """The weights show whether entries are exchanged."""
         weighed = CONTEXTS[context](lambda x, w: f(x, w) * WEIGHTS)
         names = f"vmap of {derivative}", f"{derivative} of vmap"
         return [program(name, **steps)(weighed)(*args) for name in names]

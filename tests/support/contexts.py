@@ -85,7 +85,7 @@ STEPS: dict[str, Context] = {**CONTEXTS, "grad": gradient, "jvp": tangent}
 
 
 def program(name: str, **steps: Context) -> Context:
-    """What a name such as "jit of grad of vmap" says: its last step is put around the function first.
+    """Returns what a name such as "jit of grad of vmap" says: its last step is put around the function first.
 
     Args:
       name: the steps, each of `STEPS`.

@@ -1,4 +1,4 @@
-"""What JAX makes of the cases' functions: programs by name, each a map from (case, function) to comparable numbers."""
+"""Programs by name, around the functions of `cases`: each gives comparable numbers of (case, function)."""
 
 from __future__ import annotations
 
