@@ -112,6 +112,35 @@ class Kernel:
 KERNELS: dict[str, Kernel] = {}
 
 
+def function_of(
+    name: str,
+    rule: str | jaxfn.ShardingRule,
+    forward_of_part: Callable[..., Any],
+    backward_of_part: Callable[..., Any],
+    integers: dict[int, int],
+) -> type[jaxfn.Function]:
+    """Returns a Function with this rule, whose code has only the collectives of its manual factors."""
+    manual = rule.manual_factors if isinstance(rule, jaxfn.ShardingRule) else ()
+
+    class FunctionOfKernel(jaxfn.Function):
+        sharding_rule = rule
+
+        @staticmethod
+        def forward(ctx, *inputs):
+            outputs, saved = forward_of_part(lambda f: ctx.mesh_axes(f) if f in manual else (), *inputs)
+            ctx.save_for_backward(*saved)
+            ctx.num_inputs = len(inputs)
+            return outputs if len(outputs) > 1 else outputs[0]
+
+        @staticmethod
+        def backward(ctx, *grad_outputs):
+            gradients = iter(backward_of_part(lambda f: (), ctx.saved_tensors, *grad_outputs))
+            return tuple(None if i in integers else next(gradients) for i in range(ctx.num_inputs))
+
+    FunctionOfKernel.__name__ = FunctionOfKernel.__qualname__ = name
+    return FunctionOfKernel
+
+
 def kernel(
     name: str,
     rule: str | jaxfn.ShardingRule,
@@ -127,22 +156,8 @@ def kernel(
     """Registers a Function with a rule; `data` and `model` are the factors that are split over these axes."""
     both = {data: "data", model: "model"} if model else {data: ("data", "model")}
     splits = {"data": {data: "data"}, "model": {model or data: "model"}, "both": both}
-    integers = integers or {}
-    manual = rule.manual_factors if isinstance(rule, jaxfn.ShardingRule) else ()
-
-    def forward_of_part(ctx: Any, *inputs: Any) -> Any:
-        outputs, saved = forward(lambda factor: ctx.mesh_axes(factor) if factor in manual else (), *inputs)
-        ctx.save_for_backward(*saved)
-        ctx.num_inputs = len(inputs)
-        return outputs if len(outputs) > 1 else outputs[0]
-
-    def backward_of_part(ctx: Any, *grad_outputs: Any) -> Any:
-        gradients = iter(backward(lambda factor: (), ctx.saved_tensors, *grad_outputs))
-        return tuple(None if i in integers else next(gradients) for i in range(ctx.num_inputs))
-
-    methods = {"forward": staticmethod(forward_of_part), "backward": staticmethod(backward_of_part)}
-    function = type(name, (jaxfn.Function,), {"sharding_rule": rule, **methods})
-    KERNELS[name] = Kernel(function, plain, sizes, splits, forward, backward, residuals, integers)
+    function = function_of(name, rule, forward, backward, integers or {})
+    KERNELS[name] = Kernel(function, plain, sizes, splits, forward, backward, residuals, integers or {})
 
 
 # 1: a product whose inner dimension is split
