@@ -210,7 +210,14 @@ def sqrt(lib):
 
 enter("relu at its kink", [np.array([0.7, 0.0, -0.4])], relu, first="fails")
 enter("sqrt near zero", [np.array([1e-3, 1e-4, 1.0])], sqrt, first="passes")
-enter("sqrt a step from zero", [np.array([1e-6, 1.0])], sqrt, first="fails")
+enter(
+    "sqrt a step from zero",
+    [np.array([1e-6, 1.0])],
+    sqrt,
+    first="passes",
+    torch="fails",
+    because="torch takes a difference across the end of the domain, jaxfn one that is as small as that needs",
+)
 
 
 def sinc(lib, backward):
