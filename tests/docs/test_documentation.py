@@ -39,8 +39,10 @@ def test_docstring_examples(name):
     module = importlib.import_module(name)
     source = Path(module.__file__).read_text()
     finder, runner = doctest.DocTestFinder(), doctest.DocTestRunner(optionflags=doctest.IGNORE_EXCEPTION_DETAIL)
-    found = finder.find(module)  # without what is public, whose module is jaxfn
-    for name in {node.name for node in ast.parse(source).body if isinstance(node, ast.ClassDef | ast.FunctionDef)}:
+    defined = {node.name for node in ast.parse(source).body if isinstance(node, ast.ClassDef | ast.FunctionDef)}
+    # Without what is public, whose module is jaxfn, and which jaxfn has where another test has used it.
+    found = [x for x in finder.find(module) if x.name == name or x.name[len(name) + 1 :].split(".")[0] in defined]
+    for name in defined:
         if getattr(vars(module).get(name), "__module__", None) in ("jaxfn", "jaxfn.reports"):
             found += finder.find(getattr(module, name), module=False, globs=vars(module))
     tests = {test.docstring: test for test in found}.values()

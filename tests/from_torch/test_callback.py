@@ -136,7 +136,7 @@ QUICK = """
     ["float32", "float64", "bfloat16"],
 )
 def test_a_callback_equals_the_traced_function(name: str, dtype: str):
-    """Of several outputs, the first one is not used in some calls."""
+    """The first one of several outputs is not used in some calls."""
     function, args = FUNCTIONS[name]
     with jax.enable_x64(dtype == "float64"):
         for method in ["forward", "backward"] if name == "tanh" else ["forward"]:

@@ -165,7 +165,7 @@ def draws(x: Any) -> Any:
 
 
 def assert_both_branches_are_drawn(run: Any) -> None:
-    """Of every result of `draws(10)`."""
+    """Asserts that both branches are drawn, of every result of `draws(10)`."""
     seen: set[bool] = set()
     for key in jax.random.split(jax.random.key(0), 20):
         for y, again in zip(run(key), run(key), strict=True):

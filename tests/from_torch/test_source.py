@@ -276,7 +276,7 @@ def test_the_state_of_the_code_is_unchanged():
 
 @row("H18")
 def test_the_programs_of_a_comparison_are_freed():
-    """Those of `jvp` and `vmap` too."""
+    """No program stays, of `jvp` and `vmap` neither."""
     (client,) = {device.client for device in jax.devices()}
     counts: list[int] = []
     for shape in [(2, 3), (3, 4)]:
