@@ -674,14 +674,15 @@ class _TensorKey(NamedTuple):
 
 
 def _attribute_key(value: Any, enclosing: tuple[int, ...] = ()) -> Any:
+    """Returns the key of an attribute, inside objects and tensors: containers do not count towards the depth."""
     if isinstance(value, (float, complex)):
         return type(value), repr(value)  # tells -0.0 from 0.0
     if isinstance(value, _BY_VALUE):
         return type(value), value
     if isinstance(value, (tuple, list, deque)):
-        return type(value), *(_attribute_key(item, (*enclosing, id(value))) for item in cast(list[Any], value))
+        return type(value), *(_attribute_key(item, enclosing) for item in cast(list[Any], value))
     if isinstance(value, set):
-        return set, *sorted((_attribute_key(item, (*enclosing, id(value))) for item in cast(set[Any], value)), key=hash)
+        return set, *sorted((_attribute_key(item, enclosing) for item in cast(set[Any], value)), key=hash)
     if isinstance(value, weakref.ref):  # Its target is compared where another attribute holds it.
         return weakref.ref
     if isinstance(value, np.ndarray):
@@ -690,9 +691,8 @@ def _attribute_key(value: Any, enclosing: tuple[int, ...] = ()) -> Any:
     if fields is None and _has_fields(value, enclosing):
         fields = plain_attributes(value)  # of an object with `__slots__`
     if fields is not None:
-        own = dict if isinstance(value, dict) else IdentityKey(value)
-        items = ((_attribute_key(name), _attribute_key(x, (*enclosing, id(value)))) for name, x in fields.items())
-        return own, *items
+        own, inside = (dict, enclosing) if isinstance(value, dict) else (IdentityKey(value), (*enclosing, id(value)))
+        return own, *((_attribute_key(name), _attribute_key(x, inside)) for name, x in fields.items())
     if not isinstance(value, torch.Tensor):
         return IdentityKey(value)
     if value.grad_fn is not None:  # A weight that a hook makes, for example: every forward computes it again.
