@@ -130,6 +130,8 @@ class Recorder(TorchDispatchMode):
       follows_grad_mode: Whether the results of operations under `torch.no_grad()` have no derivative.
       untraceable_kernels: Why the Python code of custom operations cannot be traced.
       linked_storages: Pairs of tensors that share storage in torch but not in the graph, with the reason and a hint.
+      saved_storages: The storages of tensors that autograd saved.
+      visited_nodes: The nodes of autograd's graph whose saved tensors are in `saved_storages`.
       operand_error: What torch raised for the operands of an operation, and their shapes.
       data_mutation: The line that mutated a tensor by `.data`, if any.
     """
@@ -162,6 +164,8 @@ class Recorder(TorchDispatchMode):
         self.follows_grad_mode = False
         self.untraceable_kernels: dict[Any, str] = {}
         self.linked_storages: list[tuple[Any, Any, str, str]] = []
+        self.visited_nodes: set[Any] = set()
+        self.saved_storages: set[int | None] = set()
         self.operand_error: tuple[Exception | None, str] = None, ""
         self.data_mutation: str | None = None
         self._shapes = ShapeInference()
@@ -209,6 +213,7 @@ class Recorder(TorchDispatchMode):
     def finish(self, outputs: Iterable[torch.Tensor]) -> RecordedGraph:
         """Returns the graph with these outputs and then what was read, without unused nodes."""
         self.linked_storages.clear()
+        self.visited_nodes.clear()
         self._check_reads_unchanged()
         self.graph.output((*(self.node(tensor) for tensor in outputs), *(read.node for read in self.reads)))
         for node in reversed(self.graph.nodes):

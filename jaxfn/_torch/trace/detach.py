@@ -107,15 +107,16 @@ def _check_aliases(recorder: Recorder, tensor: FunctionalTensor) -> None:
 
 def _check_not_saved(recorder: Recorder, tensor: FunctionalTensor) -> None:
     """Raises if autograd has saved, for backward, the storage that is mutated by `.data`."""
-    pending, nodes = [unwrap_node(x.grad_fn) for x in live_tensors()], set[Any]()
+    pending = [x.grad_fn for x in live_tensors()]
     while pending:
-        node = pending.pop()
-        if node is not None and node not in nodes:
-            nodes.add(node)
-            pending += [following for following, _ in node.next_functions]
-    saved = [x for node in nodes for x in saved_values(node) if isinstance(x, FunctionalTensor)]
+        node = unwrap_node(pending.pop())
+        if node is None or node in recorder.visited_nodes:
+            continue
+        recorder.visited_nodes.add(node)  # A reference: freed storage could give its identity to another one.
+        pending += [following for following, _ in node.next_functions]
+        recorder.saved_storages |= {storage_id(x.elem) for x in saved_values(node) if isinstance(x, FunctionalTensor)}
     recorder.data_mutation = source_line()
-    if storage_id(tensor.elem) in {storage_id(x.elem) for x in saved}:
+    if storage_id(tensor.elem) in recorder.saved_storages:
         raise TranslationError(
             f"{recorder.name} mutates by `.data` a tensor that autograd has saved for backward. torch would silently "
             "compute gradients from the new values, and JAX from the old ones. Mutate the tensor before its first use, "
