@@ -12,6 +12,7 @@ import pytest
 torch = pytest.importorskip("torch")
 
 import jaxfn  # noqa: E402
+from jaxfn._torch.trace import detach  # noqa: E402
 from tests.support.beside_torch import assert_same_as_torch  # noqa: E402
 from tests.support.contexts import CONTEXTS  # noqa: E402
 from tests.support.marks import row  # noqa: E402
@@ -462,3 +463,26 @@ def test_running_statistics_have_no_derivative(code: Any):
         return jnp.square(y).sum() + sum(map(jnp.sum, jax.tree.leaves(buffers)))
 
     np.testing.assert_allclose(jax.grad(loss)(x), leaf.grad, rtol=1e-4, atol=1e-5)
+
+
+@row("I2")
+def test_updates_by_data_visit_each_node_of_autograd_once(monkeypatch):
+    counts, saved_values = {5: 0, 10: 0}, detach.saved_values
+
+    def count(node):
+        counts[module.num_updates] += 1
+        return saved_values(node)
+
+    def updates(module, x):
+        for _ in range(module.num_updates):
+            x = torch.sin(module.weight * x)
+            total = torch.zeros(3)
+            total.data.add_(1)
+            x = x + total
+        return x
+
+    monkeypatch.setattr(detach, "saved_values", count)
+    for num_updates in counts:
+        module = Net(updates, weight=nn.Parameter(torch.ones(3)), num_updates=num_updates)
+        np.testing.assert_allclose(jaxfn.from_torch(module)(X), module(torch.tensor(X)).detach(), rtol=1e-6)
+    assert 10 < counts[10] < 2.5 * counts[5]
