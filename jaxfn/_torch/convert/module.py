@@ -674,7 +674,7 @@ class _TensorKey(NamedTuple):
 
 
 def _attribute_key(value: Any, enclosing: tuple[int, ...] = ()) -> Any:
-    """Returns the key of an attribute, inside objects and tensors: containers do not count towards the depth."""
+    """Returns the key of an attribute; `enclosing` are the objects and tensors around it, whose depth is limited."""
     if isinstance(value, (float, complex)):
         return type(value), repr(value)  # tells -0.0 from 0.0
     if isinstance(value, _BY_VALUE):
