@@ -445,8 +445,7 @@ def _traces_of(inputs: Sequence[Any]) -> list[Any]:
     So an enclosing derivative of the map by an input runs the rule, even where JAX needs no value of the map, and the
     rule finds what it uses in addition to the residuals.
     """
-    traced = [x for x in inputs if is_traced(x) and is_inexact(x.dtype)]
-    return [] if manual_axes_here() else [jax.lax.broadcast(x, (0,)) for x in traced]
+    return [jax.lax.broadcast(x, (0,)) for x in inputs if is_traced(x) and is_inexact(x.dtype)]
 
 
 def _captured_error(call: _Call) -> DeferredError:

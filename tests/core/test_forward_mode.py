@@ -85,9 +85,12 @@ def test_each_mode_has_its_own_rule(name, rules, how):
 
 
 @row("D4", "D7")
-@slow
-@pytest.mark.parametrize("how", MAPPED)
-@pytest.mark.parametrize("name", ["output", "intermediate", "pytrees", "integers", "non_differentiable"])
+@cells(
+    "name, how",
+    [("integers", "shard_map")],
+    ["output", "intermediate", "pytrees", "integers", "non_differentiable"],
+    MAPPED,
+)
 def test_each_mode_has_its_own_rule_when_mapped(name, how):
     case = BY_NAME[name]
     got = jit(MAPPED[how](case.apply()))(*rows_of(case.args))
