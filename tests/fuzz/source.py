@@ -35,6 +35,7 @@ POLICIES = {
 }
 
 _IMPORTS = """import jax, jaxfn
+import jax.custom_batching
 import jax.experimental
 import jax.numpy as jnp
 import numpy as np
