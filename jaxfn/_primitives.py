@@ -32,6 +32,11 @@ def tie(arrays: Sequence[Any], sources: Sequence[Any]) -> list[Any]:
     return [x if not is_inexact(x.dtype) or shares_batch(x, sources) else tie_p.bind(x, *sources)[0] for x in arrays]
 
 
+def repeat_like(arrays: Sequence[Any], sources: Sequence[Any]) -> list[Any]:
+    """Returns the arrays; under `jax.vmap` each has the batch at axis 0 if a source has one."""
+    return [tie_p.bind(x, *sources)[0] for x in arrays]
+
+
 def _batch_tie(axis: VmapAxis, operands: Sequence[Any], dims: Sequence[Any]) -> tuple[list[Any], list[int]]:
     return tie_p.bind(axis.to_axis_0(operands[0], dims[0]), *operands[1:]), [0]
 

@@ -59,7 +59,7 @@ from jaxfn._mesh_types import match_cotangents
 from jaxfn._methods import UserMethods
 from jaxfn._observe import log_scope
 from jaxfn._parts import differentiate_on_parts, is_call_partitioned, run_on_parts
-from jaxfn._primitives import DeferredError, ErrorMap, LinearMap, bind_linear_map, guard, tie
+from jaxfn._primitives import DeferredError, ErrorMap, LinearMap, bind_linear_map, guard, repeat_like, tie
 from jaxfn._traces import (
     NewConstants,
     has_ended,
@@ -314,13 +314,16 @@ _RESIDUALS_ROUNDED_TO = 16
 @_hiding_own_frames
 def _fwd(call: _Call, primals: Sequence[CustomVJPPrimal]) -> tuple[CallResults, list[Any]]:
     was_staged = bool(call.passes)
-    taken, results, leaves = _differentiate(call, [x.value for x in primals], [x.perturbed for x in primals])
+    arrays = [x.value for x in primals]
+    taken, results, leaves = _differentiate(call, arrays, [x.perturbed for x in primals])
     call.derivatives.append(taken)
     if not was_staged:
         return results, [call, *leaves]
     index = next(i for i, other in enumerate(call.derivatives, 1) if other is taken)  # other threads append too
-    if taken.derivative.forward_pass.reads_flags:  # with other flags it may save more or fewer arrays
+    if taken.derivative.forward_pass.reads_flags:
+        # With other flags it may save others. Of the last run JAX takes their number and batch axes, for all runs.
         leaves += [np.zeros(0, np.float32)] * (-len(leaves) % _RESIDUALS_ROUNDED_TO)
+        leaves = repeat_like(leaves, arrays)
     # In `shard_map` an array without elements may lack a sharding.
     token = np.zeros((index, 1 if manual_axes_here() else 0), np.float32)
     return results, [_Staged(call), token, *leaves]

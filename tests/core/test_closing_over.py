@@ -350,6 +350,17 @@ def test_a_differentiated_global_raises_next_to_an_intermediate(name, outer):
             assert_right_or_escaped(lambda slope=slope: slope(0.7, 1.3), expected, "Found")
 
 
+@row("A9")
+@pytest.mark.parametrize("around", ["grad", "jit of grad", "grad of jit", "grad of vmap", "jvp"])
+def test_a_differentiated_global_raises_where_no_argument_is_traced(around):
+    def found(w):
+        Found.weight = w
+        return Found.apply(0.7)
+
+    with pytest.raises(NotImplementedError, match="Found.forward closes over a value that is being differentiated"):
+        program(around)(found)(jnp.float32(1.3))
+
+
 @row("A8")
 @pytest.mark.parametrize("over", [jax.vmap, jax.jit, lambda f: lambda ws: jax.lax.map(f, ws)])
 def test_forward_runs_once_where_only_what_it_closes_over_is_traced(over):

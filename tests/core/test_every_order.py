@@ -337,6 +337,38 @@ def test_a_forward_that_saves_another_array_for_other_flags(around):
     np.testing.assert_allclose(second(2.0, 3.0), 6 * np.cos(9.0), rtol=1e-5)
 
 
+@row("B7", "D8", "E1")
+@pytest.mark.parametrize(
+    "around", ["jit", "vmap of jit", "jit of vmap", "jit of vmap of jit", "checkpoint of jit", "cond"]
+)
+def test_one_program_that_is_differentiated_by_each_argument(around):
+    """Each pullback has what `forward` saved for it. A batch has as many rows as an array has elements: no shape tells
+    them apart.
+    """
+
+    def forward(ctx, x, w):
+        if ctx.needs_input_grad[0]:
+            ctx.save_for_backward(w=w, steps=jnp.arange(2), positive=w > 0)
+        else:
+            ctx.save_for_backward(x=x)
+        return x * w
+
+    def backward(ctx, g):
+        saved = ctx.saved_variables
+        return (
+            (g * saved.w * (10 + saved.steps + saved.positive), None)
+            if ctx.needs_input_grad[0]
+            else (None, g * saved.x)
+        )
+
+    x, w, g = jnp.array([1.0, 2.0]), jnp.array([3.0, -5.0]), jnp.array([1.0, 7.0])
+    f = program(around)(jaxfn.autograd_function(forward, backward))
+    _, by_x = jax.vjp(lambda x: f(x, w), x)
+    _, by_w = jax.vjp(lambda w: f(x, w), w)
+    np.testing.assert_array_equal(by_x(g)[0], [33, 7 * -55])
+    np.testing.assert_array_equal(by_w(g)[0], [1, 7 * 2])
+
+
 class OtherRule(jaxfn.Function):
     """A sine whose rules are those of the cube."""
 

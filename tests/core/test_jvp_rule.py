@@ -15,7 +15,7 @@ from tests.support import cases
 from tests.support.both_modes import CASES as IN_BOTH_MODES
 from tests.support.cases import make_args, residual_bytes, with_attributes
 from tests.support.contexts import CONTEXTS, eager, jit
-from tests.support.derivatives import check
+from tests.support.derivatives import check, derivative
 from tests.support.marks import EXPERIMENTAL, cells, row
 
 X = jnp.array([0.3, -1.2])
@@ -243,6 +243,25 @@ def test_a_Function_inside_jvp_has_its_own_rules():
         assert wrap(jax.jacfwd(jax.grad(outer)))(1.5) == 2
         assert wrap(jax.grad(jax.jacfwd(outer)))(1.5) == 3
         assert wrap(jax.jacfwd(jax.jacfwd(outer)))(1.5) == 2
+
+
+@row("D4", "D5")
+@pytest.mark.parametrize("mode", ["grad", "jvp", "grad of grad", "hessian"])
+@pytest.mark.parametrize("inner", ["both", "generated", "jvp"])
+@pytest.mark.parametrize("outer", ["generated", "jvp"])
+def test_a_Function_inside_a_rule_that_JAX_transposes(outer, inner, mode):
+    double = cases.with_rules(inner, lambda ctx, x: 2 * x, lambda ctx, g: 2 * g, lambda ctx, t: 2 * t)
+
+    def rule(ctx, vector):
+        return ctx.saved_tensors[0] * double(vector)
+
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        ctx.save_for_forward(x)
+        return x * x
+
+    f = cases.with_rules(outer, forward, rule, rule)
+    check({mode: derivative(mode, f)(1.5)}, {mode: derivative(mode, lambda x: x * x)(1.5)})
 
 
 @row("D4")
