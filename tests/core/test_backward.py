@@ -619,9 +619,18 @@ LOSSES = {
 
 @row("C16")
 @in_each_library
+@pytest.mark.parametrize("is_alone", [True, False])
 @pytest.mark.parametrize("kind", LOSSES)
-def test_backward_sees_torch_s_gradients_and_jax_grad_gives_the_conjugate(lib, kind):
-    square = in_library(ComplexSquare, lib).apply
+def test_backward_sees_torch_s_gradients_and_jax_grad_gives_the_conjugate(lib, kind, is_alone):
+    def forward(ctx, z):
+        ctx.save_for_backward(z)
+        return z * z, 3 * z
+
+    def backward(ctx, g, h):
+        return 2 * g * lib.m.conj(ctx.saved_tensors[0]) + 3 * h
+
+    two = function_in(lib, forward, backward)
+    square = in_library(ComplexSquare, lib).apply if is_alone else lambda z: two(z)[0]
     loss, of_square = LOSSES[kind]
     expected = 2 * of_square(Z * Z) * Z.conj()
     if lib is Torch:

@@ -552,6 +552,23 @@ def test_the_gradient_of_an_unused_output(lib, used, materialize):
     assert set(seen) == {unused if materialize else None}
 
 
+@row("B9")
+@pytest.mark.parametrize("around", [lambda f: f, jax.jit], ids=["eager", "jit"])
+def test_the_gradient_of_an_output_of_which_a_part_is_used(around):
+    """`None` stands for the unused part, not for the whole."""
+
+    def forward(ctx, x):
+        ctx.set_materialize_grads(False)
+        return {"used": x * 2, "unused": x * 3}
+
+    def backward(ctx, grads):
+        assert grads["unused"] is None
+        return grads["used"] * 2
+
+    two = jaxfn.autograd_function(forward, backward)
+    np.testing.assert_array_equal(around(jax.grad(lambda x: two(x)["used"].sum()))(jnp.asarray(X)), 2 * np.ones_like(X))
+
+
 @row("B9", "C4")
 @in_each_library
 def test_none_that_a_later_function_returns_is_none_here(lib):
