@@ -555,7 +555,7 @@ def test_the_gradient_of_an_unused_output(lib, used, materialize):
 @row("B9")
 @pytest.mark.parametrize("around", [lambda f: f, jax.jit], ids=["eager", "jit"])
 def test_the_gradient_of_an_output_of_which_a_part_is_used(around):
-    """`None` stands for the unused part, not for the whole."""
+    """The unused part is `None`, not the whole."""
 
     def forward(ctx, x):
         ctx.set_materialize_grads(False)

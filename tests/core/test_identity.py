@@ -332,6 +332,24 @@ def test_one_array_at_two_vmaps_is_two_inputs(outside, same):
     np.testing.assert_allclose(pairs, jnp.broadcast_to(2 * X, (3, 3)), rtol=1e-5)
 
 
+@row("D2")
+@pytest.mark.parametrize("reads", [True, False])
+def test_one_array_that_is_two_arguments(reads):
+    """Second derivatives by each are those of two arrays, also where `forward` runs on values."""
+
+    def forward(ctx, x, w):
+        ctx.save_for_backward(x, w)
+        return x * x * w if not reads or x > 0 else x
+
+    def backward(ctx, g):
+        x, w = ctx.saved_tensors
+        return 2 * g * x * w, g * x * x
+
+    f, a = jaxfn.autograd_function(forward, backward), jnp.float32(3)
+    for first, second in ((0, (6, 6)), (1, (6, 0))):
+        assert jax.grad(jax.grad(f, first), (0, 1))(a, a) == second
+
+
 @row("D3")
 @IN_CONTEXTS
 def test_an_intermediate_that_is_saved_twice(context, outside):

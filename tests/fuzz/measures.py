@@ -142,7 +142,7 @@ def drawn_by_key(shape):
 def counted():
     return 1 + 0.125 * ran()
 """,
-    # One call for a batch. By itself it is a loop under vmap, whose effect JAX loses in derivatives of another loop.
+    # One call for a batch: JAX makes a loop of it, and loses its effect in derivatives of another loop.
     "called_back": """
 @jax.custom_batching.custom_vmap
 def called_back(x):
