@@ -139,6 +139,22 @@ def test_a_second_run_is_compared_entry_by_entry_and_in_inner_programs(name, sou
             program(name, **STEPS)(f)(X)
 
 
+@row("A8")
+def test_a_second_run_that_saves_something_else_raises():
+    runs = 0
+
+    def forward(ctx, x):
+        nonlocal runs
+        runs += 1
+        ctx.save_for_backward(*((jnp.sin(x), x) if runs == 1 else (jnp.cos(x), jnp.sin(x))))
+        return -jnp.cos(x)
+
+    f = jaxfn.autograd_function(forward, lambda ctx, g: g * ctx.saved_tensors[0])
+    with pytest.raises(NotImplementedError, match="forward was run again"):
+        jax.grad(jax.grad(f))(0.7)
+    assert runs > 1
+
+
 @row("A8", "D8")
 @cells(
     "source,how,context,outside",
