@@ -156,8 +156,8 @@ def sine_with_scaled_slope(x, w):
 
 
 def sine_closing_over_its_scale(w, form):
-    """A sine whose rules alone see the scale: in a closure, a closure's closure, defaults and tuples."""
-    square = functools.partial(jnp.square, w)
+    """A sine whose rules alone see the scale: in a closure, a closure's closure, defaults, keywords and tuples."""
+    square = functools.partial(jnp.dot, a=w, b=w) if form == "keywords" else functools.partial(jnp.square, w)
     held = ((w,),)
 
     def forward(ctx, x):
@@ -200,6 +200,7 @@ STEPS = {"shard_map": in_shard_map, "grad by the scale": jax.grad}
         ("flags", "grad of grad", "cond", "grad by the scale"),
         ("defaults", "grad", "cond", "vmap of grad by the scale"),
         ("defaults", "grad", "vmap", "jit"),
+        ("keywords", "grad", "jit", "grad by the scale"),
         ("tuples", "grad", "jit", "scan"),
         ("tuples", "grad", "checkpoint", "grad by the scale"),
         ("generated", "jvp of grad", "vmap", "vmap of grad by the scale"),
