@@ -25,6 +25,7 @@ from jax.test_util import check_grads
 
 import jaxfn
 from benchmarks.functions import TORCH
+from tests.support.libraries import Jax, Library, make_function, torch_library
 
 _JAXFN, CHECK_GRADS = "jaxfn", "check_grads"
 FORMS = (_JAXFN, CHECK_GRADS, TORCH)
@@ -162,31 +163,28 @@ def _peak_memory() -> float:
     return float(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)
 
 
-def _layer(factor: float) -> Callable[..., Any]:
-    @jaxfn.function
-    def layer(ctx: Any, x: Any, w: Any) -> Any:
-        y = jnp.tanh(factor * (x @ w))
-        ctx.save_for_backward(x, w, y)
-        return y
-
-    @layer.backward
-    def _(ctx: Any, grad_output: Any) -> Any:
-        x, w, y = ctx.saved_tensors
+def _layer(library: Library, factor: float) -> Callable[..., Any]:
+    def backward(grad_output: Any, x: Any, w: Any, y: Any) -> Any:
         through = factor * grad_output * (1 - y * y)
         return through @ w.T, x.T @ through
 
-    return layer
+    return make_function(
+        library,
+        lambda x, w: library.m.tanh(factor * (x @ w)),
+        backward,
+        lambda inputs, output: (*inputs, output),
+    ).apply
 
 
 def _jaxfn_check(measurement: Measurement, factor: float) -> Callable[[list[Any]], Any]:
-    layer = _layer(factor)
+    layer = _layer(Jax, factor)
     jax.block_until_ready(jax.jit(jnp.sin)(1.0))
     check = getattr(jaxfn, measurement.check)  # the first use of the name imports its module, as `import torch` does
     return lambda inputs: check(layer, tuple(inputs))
 
 
 def _check_grads(measurement: Measurement, factor: float) -> Callable[[list[Any]], Any]:
-    layer, order = _layer(factor), 1 + (measurement.check == "gradgradcheck")
+    layer, order = _layer(Jax, factor), 1 + (measurement.check == "gradgradcheck")
     jax.block_until_ready(jax.jit(jnp.sin)(1.0))
 
     def check(inputs: list[Any]) -> bool:
@@ -200,22 +198,11 @@ def _check_grads(measurement: Measurement, factor: float) -> Callable[[list[Any]
 def _torch_check(measurement: Measurement, factor: float) -> Callable[[list[Any]], Any]:
     import torch
 
-    class Layer(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx, x, w):
-            y = torch.tanh(factor * (x @ w))
-            ctx.save_for_backward(x, w, y)
-            return y
-
-        @staticmethod
-        def backward(ctx, grad_output):
-            x, w, y = ctx.saved_tensors
-            through = factor * grad_output * (1 - y * y)
-            return through @ w.T, x.T @ through
+    layer = _layer(torch_library(), factor)
 
     def check(inputs: list[Any]) -> Any:
         tensors = tuple(torch.tensor(x, requires_grad=True) for x in inputs)
-        return getattr(torch.autograd, measurement.check)(Layer.apply, tensors)
+        return getattr(torch.autograd, measurement.check)(layer, tensors)
 
     return check
 

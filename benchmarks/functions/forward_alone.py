@@ -2,21 +2,9 @@
 
 from __future__ import annotations
 
-import jax
-import jax.numpy as jnp
+from benchmarks.functions import hand_written
 
-
-def relu(x):
-    return jnp.where(x > 0, x, 0.0)
-
-
-def swish(x):
-    return x * jax.nn.sigmoid(x)
-
-
-def straight_through(x):
-    return jnp.round(x * 16) / 16
-
-
-def linear(input, weight, bias):
-    return input @ weight.T + bias
+relu = hand_written.relu.__wrapped__
+swish = hand_written.swish.__wrapped__
+straight_through = hand_written.straight_through.__wrapped__
+linear = hand_written.linear.__wrapped__

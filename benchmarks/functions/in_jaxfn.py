@@ -2,40 +2,10 @@
 
 from __future__ import annotations
 
-import jax
 import jax.numpy as jnp
 
 import jaxfn
-
-
-class Relu(jaxfn.Function):
-    """Saves a boolean mask."""
-
-    @staticmethod
-    def forward(ctx, x):
-        mask = x > 0
-        ctx.save_for_backward(mask)
-        return jnp.where(mask, x, 0.0)
-
-    @staticmethod
-    def backward(ctx, grad_output):
-        (mask,) = ctx.saved_tensors
-        return jnp.where(mask, grad_output, 0.0)
-
-
-class Swish(jaxfn.Function):
-    """Saves its input and an intermediate."""
-
-    @staticmethod
-    def forward(ctx, x):
-        s = jax.nn.sigmoid(x)
-        ctx.save_for_backward(x, s)
-        return x * s
-
-    @staticmethod
-    def backward(ctx, grad_output):
-        x, s = ctx.saved_tensors
-        return grad_output * (s + x * s * (1 - s))
+from tests.support.cases import Linear, Relu, Swish
 
 
 class TwiceSwish(Swish):
@@ -54,28 +24,6 @@ class StraightThrough(jaxfn.Function):
     @staticmethod
     def backward(ctx, grad_output):
         return grad_output
-
-
-class Linear(jaxfn.Function):
-    """torch's example: an optional bias, and gradients only where they are needed."""
-
-    @staticmethod
-    def forward(ctx, input, weight, bias=None):
-        ctx.save_for_backward(input, weight, bias)
-        output = input @ weight.T
-        return output if bias is None else output + bias
-
-    @staticmethod
-    def backward(ctx, grad_output):
-        input, weight, bias = ctx.saved_tensors
-        grad_input = grad_weight = grad_bias = None
-        if ctx.needs_input_grad[0]:
-            grad_input = grad_output @ weight
-        if ctx.needs_input_grad[1]:
-            grad_weight = grad_output.T @ input
-        if bias is not None and ctx.needs_input_grad[2]:
-            grad_bias = grad_output.sum(0)
-        return grad_input, grad_weight, grad_bias
 
 
 relu = Relu.apply

@@ -1,73 +1,15 @@
-"""The Functions with `torch.autograd.Function`."""
+"""The Functions with `torch.autograd.Function`: the code of those with jaxfn, on torch's operations."""
 
 from __future__ import annotations
 
-import torch
+from benchmarks.functions import in_jaxfn
+from tests.support.cases import in_library
+from tests.support.libraries import torch_library
 
-
-class Relu(torch.autograd.Function):
-    """Saves a boolean mask."""
-
-    @staticmethod
-    def forward(ctx, x):
-        mask = x > 0
-        ctx.save_for_backward(mask)
-        return torch.where(mask, x, 0.0)
-
-    @staticmethod
-    def backward(ctx, grad_output):
-        (mask,) = ctx.saved_tensors
-        return torch.where(mask, grad_output, 0.0)
-
-
-class Swish(torch.autograd.Function):
-    """Saves its input and an intermediate."""
-
-    @staticmethod
-    def forward(ctx, x):
-        s = torch.sigmoid(x)
-        ctx.save_for_backward(x, s)
-        return x * s
-
-    @staticmethod
-    def backward(ctx, grad_output):
-        x, s = ctx.saved_tensors
-        return grad_output * (s + x * s * (1 - s))
-
-
-class StraightThrough(torch.autograd.Function):
-    """A quantizer whose gradient is the identity; saves nothing."""
-
-    @staticmethod
-    def forward(ctx, x):
-        return torch.round(x * 16) / 16
-
-    @staticmethod
-    def backward(ctx, grad_output):
-        return grad_output
-
-
-class Linear(torch.autograd.Function):
-    """torch's example: an optional bias, and gradients only where they are needed."""
-
-    @staticmethod
-    def forward(ctx, input, weight, bias=None):
-        ctx.save_for_backward(input, weight, bias)
-        output = input @ weight.T
-        return output if bias is None else output + bias
-
-    @staticmethod
-    def backward(ctx, grad_output):
-        input, weight, bias = ctx.saved_tensors
-        grad_input = grad_weight = grad_bias = None
-        if ctx.needs_input_grad[0]:
-            grad_input = grad_output @ weight
-        if ctx.needs_input_grad[1]:
-            grad_weight = grad_output.T @ input
-        if bias is not None and ctx.needs_input_grad[2]:
-            grad_bias = grad_output.sum(0)
-        return grad_input, grad_weight, grad_bias
-
+Relu = in_library(in_jaxfn.Relu, torch_library())
+Swish = in_library(in_jaxfn.Swish, torch_library())
+StraightThrough = in_library(in_jaxfn.StraightThrough, torch_library())
+Linear = in_library(in_jaxfn.Linear, torch_library())
 
 relu = Relu.apply
 swish = Swish.apply

@@ -27,7 +27,7 @@ BY_NAME = {case.name: case for case in CASES}
         ("while", "cross_entropy"),
         ("eval_shape", "linear"),
         *[
-            pytest.param(program, "gelu", marks=slow)
+            pytest.param(program, "swish", marks=slow)
             for program in [
                 "jit of grad of grad of vmap",
                 "grad of jit",

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 import jaxfn
-from tests.support.cases import ComplexSquare, Gelu, Linear, Square, in_library
+from tests.support.cases import ComplexSquare, Linear, Square, Swish, in_library
 from tests.support.either_library import Torch
 from tests.support.libraries import make_function
 from tests.support.marks import row
@@ -119,18 +119,18 @@ def test_a_kink_is_named():
 
 
 # It saves an intermediate, whose derivative torch drops from second derivatives.
-TorchGelu = in_library(Gelu, Torch)
+TorchSwish = in_library(Swish, Torch)
 
 
-def gelu(factor=1.0, of_stopped=False):
-    """Returns a port of `TorchGelu`, with its gradient times a factor, or without the second derivative by `x`."""
+def swish(factor=1.0, of_stopped=False):
+    """Returns a port of `TorchSwish`, with its gradient times a factor, or without the second derivative by `x`."""
 
     def backward(ctx, grad_output):
         x, s = ctx.saved_tensors
         x = jax.lax.stop_gradient(x) if of_stopped else x
-        return factor * grad_output * (s + 1.702 * x * s * (1 - s))
+        return factor * grad_output * (s + x * s * (1 - s))
 
-    return jaxfn.autograd_function(Gelu.forward, backward)
+    return jaxfn.autograd_function(Swish.forward, backward)
 
 
 SECOND = "second derivative, input 0"
@@ -140,10 +140,10 @@ SECOND = "second derivative, input 0"
 @pytest.mark.parametrize(
     "port",
     [
-        jaxfn.from_torch(TorchGelu),
-        jaxfn.from_torch(TorchGelu.apply),
-        jax.jit(jaxfn.from_torch(TorchGelu).apply),
-        jax.checkpoint(gelu()),
+        jaxfn.from_torch(TorchSwish),
+        jaxfn.from_torch(TorchSwish.apply),
+        jax.jit(jaxfn.from_torch(TorchSwish).apply),
+        jax.checkpoint(swish()),
     ],
     ids=["adopted", "function", "jit", "checkpoint"],
 )
@@ -151,10 +151,10 @@ SECOND = "second derivative, input 0"
 def test_a_saved_intermediate_is_a_note(port, is_recorded, tmp_path):
     inputs = random((4,))
     if is_recorded:
-        jaxfn.record_reference(TorchGelu, inputs, tmp_path / "gelu.npz")
-        report = compare(port, tmp_path / "gelu.npz")
+        jaxfn.record_reference(TorchSwish, inputs, tmp_path / "swish.npz")
+        report = compare(port, tmp_path / "swish.npz")
     else:
-        report = compare(port, TorchGelu, inputs)
+        report = compare(port, TorchSwish, inputs)
     assert report, report
     assert {what for what, verdict in verdicts(report).items() if verdict != "equal"} == {SECOND}
     assert verdicts(report)[SECOND] == "intermediate"
@@ -167,18 +167,18 @@ def test_a_saved_intermediate_is_a_note(port, is_recorded, tmp_path):
 @pytest.mark.parametrize(
     ("port", "wrong"),
     [
-        (gelu(1.001), "gradient of input 0"),
-        (gelu(of_stopped=True), SECOND),
-        (lambda x: gelu()(x) * 1.001, "output 0"),
+        (swish(1.001), "gradient of input 0"),
+        (swish(of_stopped=True), SECOND),
+        (lambda x: swish()(x) * 1.001, "output 0"),
         (
-            lambda x: x * jax.nn.sigmoid(1.702 * x),
+            lambda x: x * jax.nn.sigmoid(x),
             SECOND,
         ),  # it saves nothing: only the port has the whole second derivative
     ],
     ids=["gradient", "second", "output", "without"],
 )
 def test_a_saved_intermediate_excuses_nothing_else(port, wrong):
-    report = compare(port, TorchGelu, random((4,)))
+    report = compare(port, TorchSwish, random((4,)))
     assert not report
     assert verdicts(report)[wrong] == "formula"
 

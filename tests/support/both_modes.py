@@ -19,6 +19,7 @@ from jax.lax import stop_gradient
 
 import jaxfn
 from tests.support import cases
+from tests.support.libraries import Jax, make_function
 
 FORWARD, REVERSE = "forward", "reverse"
 Modes = tuple[str, ...]
@@ -122,9 +123,9 @@ def in_both_modes(function: type[jaxfn.Function], true_jvp: Callable[..., Any]) 
     return InBothModes
 
 
-def _gelu_jvp(ctx, tangent):
+def _swish_jvp(ctx, tangent):
     x, s = ctx.saved_tensors
-    return (s + 1.702 * x * s * (1 - s)) * tangent
+    return (s + x * s * (1 - s)) * tangent
 
 
 def _rotate_jvp(ctx, of_x, of_y):
@@ -170,67 +171,34 @@ class Sine(jaxfn.Function):
         return 3 * jnp.cos(x) * grad_output
 
 
-class Multiply(jaxfn.Function):
-    """Two inputs; gradients only where they are needed, and `None` for tangents and gradients that are zero."""
-
-    @staticmethod
-    def forward(ctx, x, w):
-        ctx.set_materialize_grads(False)
-        ctx.save_for_backward(x, w)
-        return x * w
-
-    @staticmethod
-    def jvp(ctx, of_x, of_w):
-        x, w = ctx.saved_tensors
-        terms = [2 * t * y for t, y in ((of_x, w), (of_w, x)) if t is not None]
-        return sum(terms[1:], start=terms[0])
-
-    @staticmethod
-    def backward(ctx, grad_output):
-        x, w = ctx.saved_tensors
-        needs_x, needs_w = ctx.needs_input_grad
-        return 3 * grad_output * w if needs_x else None, 3 * grad_output * x if needs_w else None
+def _mul_jvp(ctx, of_x, of_w):
+    x, w = ctx.saved_tensors
+    terms = [t * y for t, y in ((of_x, w), (of_w, x)) if t is not None]
+    return sum(terms[1:], start=terms[0])
 
 
-class Take(jaxfn.Function):
-    """An integer input, and an integer output."""
-
-    @staticmethod
-    def forward(ctx, x, index):
-        ctx.save_for_backward(index)
-        ctx.size = x.shape[0]
-        return x[index] * 2, index + 1
-
-    @staticmethod
-    def jvp(ctx, tangent, of_index):
-        assert of_index is None
-        return 4 * tangent[ctx.saved_tensors[0]], None
-
-    @staticmethod
-    def backward(ctx, grad_output, _):
-        (index,) = ctx.saved_tensors
-        return 6 * jnp.zeros((ctx.size,), grad_output.dtype).at[index].add(grad_output), None
+def _take_jvp(tangent, of_index, index):
+    assert of_index is None
+    return 4 * tangent[index], None
 
 
-class Swish(jaxfn.Function):
-    """An output that was marked non-differentiable, and which is saved."""
-
-    @staticmethod
-    def forward(ctx, x):
-        s = jax.nn.sigmoid(x)
-        ctx.mark_non_differentiable(s)
-        ctx.save_for_backward(x, s)
-        return x * s, s
-
-    @staticmethod
-    def jvp(ctx, tangent):
-        x, s = ctx.saved_tensors
-        return 2 * (s + x * s * (1 - s)) * tangent, None
-
-    @staticmethod
-    def backward(ctx, grad_output, _):
-        x, s = ctx.saved_tensors
-        return 3 * (s + x * s * (1 - s)) * grad_output
+# An integer input, and an integer output.
+Take = make_function(
+    Jax,
+    lambda x, index: (x[index] * 2, index + 1),
+    lambda g, _, index: (6 * jnp.zeros(2).at[index].add(g), None),
+    lambda inputs, output: inputs[1:],
+    jvp=_take_jvp,
+)
+# An output that was marked non-differentiable, and which is saved.
+Swish = make_function(
+    Jax,
+    cases.Gated.forward,
+    lambda g, _, x, s: 3 * (s + x * s * (1 - s)) * g,
+    lambda inputs, output: (*inputs, output[1]),
+    jvp=lambda tangent, x, s: (2 * (s + x * s * (1 - s)) * tangent, None),
+    marked=1,
+)
 
 
 def _swish_slope(x):
@@ -257,9 +225,9 @@ CASES = [
         "nothing", in_both_modes(cases.StraightThrough, lambda ctx, t: t), jnp.round,
         (_X,), lambda args, y, t: 2 * t[0], lambda args, y, g: (3 * g,),
     ),
-    Case("intermediate", in_both_modes(cases.Gelu, _gelu_jvp), lambda x: x * jax.nn.sigmoid(1.702 * x), (_X,)),
+    Case("intermediate", in_both_modes(cases.Swish, _swish_jvp), jax.nn.swish, (_X,)),
     Case("save_for_forward", Sine, jnp.sin, (_X,)),
-    Case("two_inputs", Multiply, jnp.multiply, (_X, _Y)),
+    Case("two_inputs", in_both_modes(cases.Mul, _mul_jvp), jnp.multiply, (_X, _Y)),
     Case("two_outputs", in_both_modes(cases.Rotate, _rotate_jvp), cases.rotate, (_X, _Y)),
     Case(
         "pytrees", in_both_modes(cases.Dense, _dense_jvp), cases.dense,

@@ -214,7 +214,7 @@ class Relu(jaxfn.Function):
         return jnp.where(mask, grad_output, 0.0)
 
 
-class Swish(jaxfn.Function):
+class Gated(jaxfn.Function):
     """Saves an intermediate, as an attribute."""
 
     @staticmethod
@@ -233,19 +233,19 @@ class Swish(jaxfn.Function):
         return grad_output * (s + ctx.x * s * (1 - s))
 
 
-class Gelu(jaxfn.Function):
+class Swish(jaxfn.Function):
     """Saves an input and a differentiable intermediate."""
 
     @staticmethod
     def forward(ctx, x):
-        s = jax.nn.sigmoid(1.702 * x)
+        s = jax.nn.sigmoid(x)
         ctx.save_for_backward(x, s)
         return x * s
 
     @staticmethod
     def backward(ctx, grad_output):
         x, s = ctx.saved_tensors
-        return grad_output * (s + 1.702 * x * s * (1 - s))
+        return grad_output * (s + x * s * (1 - s))
 
 
 class Linear(jaxfn.Function):
@@ -271,10 +271,11 @@ class Linear(jaxfn.Function):
 
 
 class Mul(jaxfn.Function):
-    """Two inputs, with gradients only where they are needed."""
+    """Two inputs; gradients only where they are needed, and `None` for tangents and gradients that are zero."""
 
     @staticmethod
     def forward(ctx, x, w):
+        ctx.set_materialize_grads(False)
         ctx.save_for_backward(x, w)
         return x * w
 
@@ -478,16 +479,21 @@ def normalize_bwd(residuals, g):
     return r * gg - x * r**3 * (gg * x).mean(-1, keepdims=True), full.sum(tuple(range(full.ndim - gain.ndim)))
 
 
-def gelu_fwd(x):
-    s = jax.nn.sigmoid(1.702 * x)
+def swish_fwd(x):
+    s = jax.nn.sigmoid(x)
     return x * s, (x, s)
 
 
-def swish_fwd(x):
+def swish_bwd(residuals, g):
+    x, s = residuals
+    return (g * (s + x * s * (1 - s)),)
+
+
+def gated_fwd(x):
     return (x * jax.nn.sigmoid(x), jax.nn.sigmoid(x)), (x, jax.nn.sigmoid(x))
 
 
-def swish_bwd(residuals, g):
+def gated_bwd(residuals, g):
     x, _ = residuals
     s = jax.nn.sigmoid(x)
     return (g[0] * (s + x * s * (1 - s)),)
@@ -533,7 +539,7 @@ def linear_bwd(residuals, g):
     return g @ w, g.T @ x, g.sum(0)
 
 
-def _stopped_swish(x):
+def _stopped_gate(x):
     return x * jax.nn.sigmoid(x), stop_gradient(jax.nn.sigmoid(x))
 
 
@@ -563,16 +569,13 @@ CASES = [
         lambda r: (array(r, 4, 3),), (True,),
     ),
     Case(
-        "swish", Swish, _stopped_swish,
-        stopping((1,), rule(lambda x: swish_fwd(x)[0], swish_fwd, swish_bwd)),
+        "gated", Gated, _stopped_gate,
+        stopping((1,), rule(lambda x: gated_fwd(x)[0], gated_fwd, gated_bwd)),
         lambda r: (array(r, 4, 3),), (True,),
     ),
     Case(
-        "gelu", Gelu, lambda x: x * jax.nn.sigmoid(1.702 * x),
-        rule(
-            lambda x: gelu_fwd(x)[0], gelu_fwd,
-            lambda r, g: (g * (r[1] + 1.702 * r[0] * r[1] * (1 - r[1])),),
-        ),
+        "swish", Swish, jax.nn.swish,
+        rule(lambda x: x * jax.nn.sigmoid(x), swish_fwd, swish_bwd),
         lambda r: (array(r, 4, 3),), (True,),
     ),
     Case(

@@ -17,7 +17,7 @@ import numpy as np
 from tests.support.cases import CASES, Mul, in_library, make_args
 from tests.support.gradcheck_mutants import BASES, Base
 from tests.support.gradcheck_pairs import generated
-from tests.support.libraries import Library, make_function
+from tests.support.libraries import Library, make_function, output_saved
 
 
 class Shared(NamedTuple):
@@ -45,6 +45,11 @@ def clip_gradient(lib):
 
 def affine_in_the_gradient(lib):
     return make_function(lib, lib.m.sin, lambda g, x, y: g * y * lib.m.cos(x) + 1, inputs_and_output_saved)
+
+
+def rounded_and_saved(lib):
+    """Its own output is its slope."""
+    return make_function(lib, lib.m.round, lambda g, y: g * y, output_saved)
 
 
 def log_sum_exp(lib):
@@ -105,7 +110,7 @@ def class_of_base(base: Base, library: Library) -> Any:
 
 
 # Pytrees and named saves, which torch has not, and a saved intermediate, whose derivative torch drops
-NOT_IN_TORCH = ("dense", "rotate", "gelu")
+NOT_IN_TORCH = ("dense", "rotate", "swish")
 FUNCTIONS = (
     {
         case.name: Shared(partial(in_library, case.function), tuple(map(in_double, (*make_args(case), *case.statics))))
@@ -116,6 +121,7 @@ FUNCTIONS = (
         "cumulative_product": Shared(cumulative_product, (numbers(5),)),
         "clip_gradient": Shared(clip_gradient, (numbers(4, 3),)),
         "affine_in_the_gradient": Shared(affine_in_the_gradient, (numbers(4, 3),)),
+        "rounded_and_saved": Shared(rounded_and_saved, (numbers(4, 3),)),
         "log_sum_exp": Shared(log_sum_exp, (numbers(4, 3),)),
         "cube": Shared(cube, (numbers(4, 3),)),
         "returned_input": Shared(returned_input, (numbers(4, 3), numbers(4, 3))),

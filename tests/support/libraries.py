@@ -72,7 +72,7 @@ class Jax:
         for _ in range(order):
             of_order.append(gradient_of(of_order[-1], args))
         found = cls.wrap(lambda *a: [g(*a) for g in of_order])(*map(jnp.asarray, args))
-        return [found[0], *([np.conj(value) for value in values] for values in found[1:])]
+        return [found[0], *([jnp.conj(value) for value in values] for values in found[1:])]
 
     @classmethod
     def gradients(cls, f: Callable[..., Any], args: Sequence[np.ndarray]) -> list[np.ndarray]:
@@ -92,7 +92,7 @@ def _is_inexact(dtype: Any) -> bool:
 
 def gradient_of(f: Callable[..., Any], args: Sequence[np.ndarray]) -> Callable[..., Any]:
     """The gradients of `loss` by every floating or complex argument."""
-    argnums = [i for i, a in enumerate(args) if _is_inexact(np.asarray(a).dtype)]
+    argnums = [i for i, a in enumerate(args) if _is_inexact(jnp.result_type(a))]
     return jax.grad(lambda *a: loss(Jax, _arrays(f(*a))), argnums=argnums)
 
 
@@ -239,6 +239,7 @@ def make_function(
     backward: Callable[..., Any],
     save: Callable[[tuple[Any, ...], Any], tuple[Any, ...]] = inputs_saved,
     *,
+    jvp: Callable[..., Any] | None = None,
     marked: int | None = None,
     materialize: bool = True,
     name: str = "Rule",
@@ -250,6 +251,7 @@ def make_function(
       forward: The outputs, of the inputs.
       backward: The gradients, of the gradients of the outputs and then what was saved.
       save: What is saved, of the tuple of inputs and the outputs.
+      jvp: The tangents of the outputs, of the tangents of the inputs and then what was saved.
       marked: The index of an output without derivative.
       materialize: Whether a missing gradient of an output is zeros.
       name: Its name.
@@ -262,13 +264,18 @@ def make_function(
             output = forward(*inputs)
             if marked is not None:
                 ctx.mark_non_differentiable(output[marked])
-            ctx.save_for_backward(*save(inputs, output))
+            saved = save(inputs, output)
+            ctx.save_for_backward(*saved)
+            if jvp is not None:
+                ctx.save_for_forward(*saved)
             return output
 
         @staticmethod
         def backward(ctx, *grad_outputs):
             return backward(*grad_outputs, *ctx.saved_tensors)
 
+    if jvp is not None:
+        Rule.jvp = staticmethod(lambda ctx, *tangents: jvp(*tangents, *ctx.saved_tensors))
     Rule.__name__ = Rule.__qualname__ = name
     return Rule
 
