@@ -369,24 +369,12 @@ def test_one_program_that_is_differentiated_by_each_argument(around):
     np.testing.assert_array_equal(by_w(g)[0], [1, 7 * 2])
 
 
-class OtherRule(jaxfn.Function):
-    """A sine whose rules are those of the cube."""
-
-    @staticmethod
-    def forward(ctx, x):
-        ctx.save_for_backward(x)
-        return jnp.sin(x)
-
-    @staticmethod
-    def backward(ctx, g):
-        return 3 * ctx.saved_tensors[0] ** 2 * g
-
-    jvp = backward
-
-
 @row("D7")
 def test_a_function_that_a_jvp_has_applied_keeps_its_rule_in_a_scan():
-    jitted = jax.jit(OtherRule.apply)
+    def rule_of_cube(saved, g):
+        return 3 * saved[0] ** 2 * g
+
+    jitted = jax.jit(function_of("both", jnp.sin, rule_of_cube, rule_of_cube))
     applying = jaxfn.autograd_function(lambda ctx, x: ctx.save_for_backward(x) or jnp.cos(x))
     applying.jvp(lambda ctx, t: t * jax.jvp(jitted, (ctx.saved_tensors[0],), (jnp.float32(1),))[1])
     x = jnp.float32(0.7)

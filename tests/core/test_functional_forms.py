@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 import jaxfn
+from tests.support.cases import Square
 from tests.support.marks import row
 
 
@@ -161,21 +162,15 @@ def test_separate_style_with_every_rule_in_one_call():
     assert repr(f) == "<jaxfn function double: backward, vmap>"
 
 
-class Identity(jaxfn.Function):
-    @staticmethod
-    def forward(ctx, x):
-        return x
-
-
 MISTAKES = {
     "a number": (lambda f: jaxfn.function(3), TypeError, "a function forward.ctx, .args., got 3"),
     "an array": (lambda f: jaxfn.function(jnp.ones(2)), TypeError, "forward.ctx, .args., got Array"),
     "a Function": (
-        lambda f: jaxfn.function(Identity),
+        lambda f: jaxfn.function(Square),
         TypeError,
-        "got Identity. A Function is called as it is: F.apply",
+        "got Square. A Function is called as it is: F.apply",
     ),
-    "its apply": (lambda f: jaxfn.function(Identity.apply), TypeError, "got Identity.apply. A Function"),
+    "its apply": (lambda f: jaxfn.function(Square.apply), TypeError, "got Square.apply. A Function"),
     "a class": (lambda f: jaxfn.function(dict), TypeError, "got dict.*from_torch"),
     "a function": (lambda f: jaxfn.function(f), TypeError, "got sine.*called as it is: F.apply.x., f.x."),
     "R's name": (lambda f: jaxfn.autograd_function(3), TypeError, "got 3"),
@@ -190,7 +185,7 @@ MISTAKES = {
     "no rule": (lambda f: f.backward(None), TypeError, r"sine\.backward is of type NoneType"),
     "an assigned rule": (lambda f: setattr(f, "backward", 3), TypeError, r"sine\.backward is of type int"),
     "a misspelled rule": (lambda f: setattr(f, "backwrad", slope), AttributeError, "no rule or option 'backwrad'"),
-    "the class": (lambda f: setattr(f, "Function", Identity), AttributeError, "no rule or option 'Function'"),
+    "the class": (lambda f: setattr(f, "Function", Square), AttributeError, "no rule or option 'Function'"),
     "its call": (lambda f: setattr(f, "apply", slope), AttributeError, "no rule or option 'apply'"),
     "defvjp": (lambda f: f.defvjp(sine, slope), AttributeError, "no rule or option 'defvjp'. @sine.backward, .setup"),
 }

@@ -19,6 +19,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.lax import stop_gradient
 
 import jaxfn
+from tests.support.cases import with_rules
 from tests.support.contexts import CONTEXTS
 from tests.support.marks import TRACES_ALWAYS, cells, row, slow
 
@@ -41,18 +42,6 @@ def identity_with_a_gradient(x):
 identity_with_a_gradient.defvjp(lambda x: (x, None), lambda _, g: (3 * g,))
 
 
-class Same(jaxfn.Function):
-    @staticmethod
-    def forward(ctx, x):
-        return x
-
-    @staticmethod
-    def backward(ctx, g):
-        return 3 * g
-
-    jvp = backward
-
-
 # Eagerly these return their operand, and another tracer where they are staged.
 SAME_OBJECT: dict[str, Callable[[Any], Any]] = {
     "nothing": lambda x: x,
@@ -62,7 +51,7 @@ SAME_OBJECT: dict[str, Callable[[Any], Any]] = {
     "checkpoint": jax.checkpoint(lambda x: x),
     "custom_jvp": identity_with_a_tangent,
     "custom_vjp": identity_with_a_gradient,
-    "Function": Same.apply,
+    "Function": with_rules("both", lambda ctx, x: x, lambda ctx, g: 3 * g, lambda ctx, t: 3 * t),
     "astype": lambda x: x.astype(x.dtype),
     "asarray": jnp.asarray,
     "reshape": lambda x: x.reshape(x.shape),

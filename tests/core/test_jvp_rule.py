@@ -13,7 +13,7 @@ from jax.custom_derivatives import linear_call
 import jaxfn
 from tests.support import cases
 from tests.support.both_modes import CASES as IN_BOTH_MODES
-from tests.support.cases import make_args, residual_bytes, with_attributes
+from tests.support.cases import make_args, residual_bytes, with_attributes, with_rules
 from tests.support.contexts import CONTEXTS, eager, jit
 from tests.support.derivatives import check, derivative
 from tests.support.marks import EXPERIMENTAL, cells, row
@@ -334,7 +334,7 @@ NONLINEAR = {
     "filled": lambda g: jnp.take(g, jnp.array([0, 7]), mode="fill", fill_value=1.0),
     "stacked with a constant": lambda g: jnp.stack([g[0], jnp.float32(2.0)]),
     "custom_jvp": lambda g: _plus_one(g),
-    "another Function": lambda g: PlusOne.apply(g),
+    "another Function": with_rules("generated", lambda ctx, x: x + 1, lambda ctx, g: g, None),
     "product with itself": lambda g: g * g,
     "branch by the tangent": lambda g: jax.lax.cond(g[0] > 0, lambda g: 2 * g, lambda g: 3 * g, g),
     "carries that swap": lambda g: jax.lax.fori_loop(0, 2, lambda i, c: (c[1], c[0] * c[1]), (X * 0 + 1, g))[1],
@@ -352,18 +352,6 @@ _plus_one.defjvp(lambda primals, tangents: (_plus_one(*primals), *tangents))
 
 class SquareForward(cases.Square):
     generate_jvp_rule = True
-
-
-class PlusOne(jaxfn.Function):
-    generate_jvp_rule = True
-
-    @staticmethod
-    def forward(ctx, x):
-        return x + 1
-
-    @staticmethod
-    def backward(ctx, grad_output):
-        return grad_output
 
 
 def with_a_jvp(rule: Any) -> Any:

@@ -13,6 +13,7 @@ import sys
 import textwrap
 import threading
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ import numpy as np
 import pytest
 
 import jaxfn
-from tests.support.cases import CASES, function_of
+from tests.support.cases import CASES, MulConstant, function_of
 from tests.support.marks import EXPERIMENTAL, cells, row, slow
 from tests.support.transformations import transform
 
@@ -55,17 +56,6 @@ def test_many_functions_in_one_trace(count):
     np.testing.assert_allclose(jax.jit(jax.value_and_grad(chain))(0.5), (value, slope), rtol=1e-3)
 
 
-class Scale(jaxfn.Function):
-    @staticmethod
-    def forward(ctx, x, factor):
-        ctx.factor = factor
-        return x * factor
-
-    @staticmethod
-    def backward(ctx, g):
-        return g * ctx.factor, None
-
-
 @row("J1")
 @slow
 @pytest.mark.parametrize("derivative, calls", [(False, 10_000), pytest.param(True, 300, marks=MAY_CACHE_TRACES)])
@@ -75,7 +65,8 @@ def test_eager_calls_leave_nothing_behind(derivative, calls):
 
     def run(first, count):
         for i in range(first, first + count):
-            last = jax.grad(lambda x: Scale.apply(x, float(i)).sum())(x) if derivative else Scale.apply(x, float(i))
+            scaled = partial(MulConstant.apply, constant=float(i))
+            last = jax.grad(lambda x: scaled(x).sum())(x) if derivative else scaled(x)
         gc.collect()
         assert float(last[0]) == first + count - 1
         return len(gc.get_objects())
@@ -136,8 +127,8 @@ def test_32_threads_at_a_time():
         function, x = sine(1.0 + i), jnp.arange(3.0) + i
         together.wait()
         for _ in range(2):
-            own, shared = function(x), Scale.apply(x, float(i))
-            gradient = jax.grad(lambda x: (function(x) * Scale.apply(x, float(i))).sum())(x)
+            own, shared = function(x), MulConstant.apply(x, float(i))
+            gradient = jax.grad(lambda x: (function(x) * MulConstant.apply(x, float(i))).sum())(x)
             first = jax.grad(lambda x: function(x).sum())
             second = jax.grad(lambda x: first(x).sum())(x)
             compiled = jax.jit(first)(x)
@@ -385,11 +376,11 @@ def test_debug_nans_finds_the_nan_of_a_backward():
 @row("J2")
 def test_clear_caches_between_uses():
     """Nothing that jaxfn and JAX cache is needed, and a derivative of an earlier trace does not change."""
-    f = jax.jit(lambda x: Scale.apply(jnp.sin(x), 3.0).sum())
+    f = jax.jit(lambda x: MulConstant.apply(jnp.sin(x), 3.0).sum())
     x = jnp.arange(3.0)
     y, pull = jax.vjp(f, x)
     for _ in range(2):
         jax.clear_caches()
         np.testing.assert_allclose(pull(jnp.ones_like(y))[0], 3 * jnp.cos(x), rtol=1e-6)
         np.testing.assert_allclose(jax.grad(f)(x), 3 * jnp.cos(x), rtol=1e-6)
-        np.testing.assert_allclose(Scale.apply(x, 3.0), 3 * x)
+        np.testing.assert_allclose(MulConstant.apply(x, 3.0), 3 * x)

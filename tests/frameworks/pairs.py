@@ -6,43 +6,19 @@ The gradients are three times too large, so that a rule that got lost shows.
 import jax
 import jax.numpy as jnp
 
-import jaxfn
+from tests.support.cases import rule
+from tests.support.libraries import Jax, make_function
 
-
-class Dense(jaxfn.Function):
-    """x @ w, with three times the true gradients."""
-
-    @staticmethod
-    def forward(ctx, x, w):
-        ctx.save_for_backward(x, w)
-        return x @ w
-
-    @staticmethod
-    def backward(ctx, grad_output):
-        x, w = ctx.saved_tensors
-        return 3 * grad_output @ w.T, 3 * x.T @ grad_output
-
-
-class DenseOfDict(jaxfn.Function):
-    """A `Dense` of parameters in a dict."""
-
-    @staticmethod
-    def forward(ctx, x, parameters):
-        ctx.save_for_backward(x, parameters["w"])
-        return x @ parameters["w"]
-
-    @staticmethod
-    def backward(ctx, grad_output):
-        x, w = ctx.saved_tensors
-        return 3 * grad_output @ w.T, {"w": 3 * x.T @ grad_output}
-
-
-@jax.custom_vjp
-def hand_written_dense(x, w):
-    return x @ w
-
-
-hand_written_dense.defvjp(
+Dense = make_function(Jax, lambda x, w: x @ w, lambda g, x, w: (3 * g @ w.T, 3 * x.T @ g), name="Dense")
+# A `Dense` of parameters in a dict.
+DenseOfDict = make_function(
+    Jax,
+    lambda x, parameters: x @ parameters["w"],
+    lambda g, x, w: (3 * g @ w.T, {"w": 3 * x.T @ g}),
+    lambda inputs, output: (inputs[0], inputs[1]["w"]),
+)
+hand_written_dense = rule(
+    lambda x, w: x @ w,
     lambda x, w: (x @ w, (x, w)),
     lambda residuals, ct: (3 * ct @ residuals[1].T, 3 * residuals[0].T @ ct),
 )

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 import jaxfn
+from tests.support.cases import function_of
 from tests.support.marks import EXPERIMENTAL, row, slow
 
 
@@ -16,18 +17,8 @@ def to_nearest(x):
     return jax.lax.round(x, jax.lax.RoundingMethod.TO_NEAREST_EVEN)  # jnp.round is jitted
 
 
-class Round(jaxfn.Function):
-    """A straight-through estimator of slope 3 where |x| < 2."""
-
-    @staticmethod
-    def forward(ctx, x):
-        ctx.save_for_backward(x)
-        return to_nearest(x)
-
-    @staticmethod
-    def backward(ctx, grad_output):
-        (x,) = ctx.saved_tensors
-        return 3 * grad_output * (jnp.abs(x) < 2)
+# A straight-through estimator of slope 3 where |x| < 2.
+rounded = function_of("backward", to_nearest, None, lambda saved, g: 3 * g * (jnp.abs(saved[0]) < 2))
 
 
 class Dense(jaxfn.Function):
@@ -45,38 +36,12 @@ class Dense(jaxfn.Function):
         return 5 * (grad_output * y) @ w.T, 7 * x.T @ (grad_output * y)
 
 
-class Sine(jaxfn.Function):
-    """A rounding with the derivative of the sine."""
-
-    @staticmethod
-    def forward(ctx, x):
-        ctx.save_for_backward(x)
-        return to_nearest(x)
-
-    @staticmethod
-    def jvp(ctx, tangent):
-        (x,) = ctx.saved_tensors
-        return jnp.cos(x) * tangent
+def times_cosine(saved, g):
+    return jnp.cos(saved[0]) * g
 
 
-class Transposed(jaxfn.Function):
-    generate_jvp_rule = True
-
-    @staticmethod
-    def forward(ctx, x):
-        ctx.save_for_backward(x)
-        return to_nearest(x)
-
-    @staticmethod
-    def backward(ctx, grad_output):
-        (x,) = ctx.saved_tensors
-        return jnp.cos(x) * grad_output
-
-
-class BothModes(Transposed):  # of equal rules: folx takes second derivatives in several ways
-    generate_jvp_rule = False
-    jvp = Transposed.backward
-
+# Roundings with the derivative of the sine, in both modes: folx takes second derivatives in several ways.
+SINES = {rules: function_of(rules, to_nearest, times_cosine, times_cosine) for rules in ("jvp", "both", "generated")}
 
 RNG = np.random.default_rng(0)
 X, V, W = (RNG.uniform(-3, 3, shape).astype(np.float32) for shape in [(4, 3), (4, 3), (3, 5)])
@@ -85,15 +50,15 @@ Y = np.tanh(np.round(X) @ W)  # what Dense saves in `layers`
 
 
 def weighted(x, v):
-    return (Round.apply(x) ** 2 * v).sum()
+    return (rounded(x) ** 2 * v).sum()
 
 
 def layers(x, w):
-    return Dense.apply(Round.apply(x), w).sum()
+    return Dense.apply(rounded(x), w).sum()
 
 
 def repeated(x):
-    return jax.lax.scan(lambda x, _: (2 * Round.apply(x), None), x, None, length=2)[0]
+    return jax.lax.scan(lambda x, _: (2 * rounded(x), None), x, None, length=2)[0]
 
 
 # A program, its arguments, and its results by mathematics.
@@ -103,10 +68,10 @@ PROGRAMS = {
     "gradient through intermediate": (jax.grad(layers, (0, 1)), (X, W), [SLOPE * (5 * Y @ W.T), 7 * np.round(X).T @ Y]),
     "checkpoint": (jax.grad(jax.checkpoint(layers), (0, 1)), (X, W), [SLOPE * (5 * Y @ W.T), 7 * np.round(X).T @ Y]),
     "second derivative": (jax.grad(lambda x, v: jax.grad(weighted)(x, v).sum()), (X, V), [2 * V * SLOPE**2]),
-    "jvp": (lambda x, v: jax.jvp(Sine.apply, (x,), (v,)), (X, V), [np.round(X), np.cos(X) * V]),
-    "gradient in both modes": (jax.grad(lambda x: BothModes.apply(x).sum()), (X,), [np.cos(X)]),
+    "jvp": (lambda x, v: jax.jvp(SINES["jvp"], (x,), (v,)), (X, V), [np.round(X), np.cos(X) * V]),
+    "gradient in both modes": (jax.grad(lambda x: SINES["both"](x).sum()), (X,), [np.cos(X)]),
     "scan": (repeated, (X,), [4 * np.round(X)]),
-    "vmap": (jax.vmap(Round.apply), (X,), [np.round(X)]),
+    "vmap": (jax.vmap(rounded), (X,), [np.round(X)]),
 }
 CHECK = pytest.mark.xfail(
     strict=True, reason="that jvp is linear is checked by a linear_map, which jax2onnx does not know"
@@ -131,13 +96,14 @@ def test_an_exported_program_has_the_rules(program, monkeypatch):
 
 
 @row("D1", "D4", "D5", "D5b")
-@pytest.mark.parametrize("function", [Sine, BothModes, Transposed])
-def test_a_forward_laplacian_has_the_rule(function):
+@pytest.mark.parametrize("rules", SINES)
+def test_a_forward_laplacian_has_the_rule(rules):
+    function = SINES[rules]
     folx = pytest.importorskip("folx")
     x = np.linspace(-2, 3, 5, dtype=np.float32)
 
     def f(x):
-        return (function.apply(x) ** 2).sum() + function.apply(x[0] * x[1])
+        return (function(x) ** 2).sum() + function(x[0] * x[1])
 
     found, product = folx.forward_laplacian(f)(x), x[0] * x[1]
     first = 2 * np.round(x) * np.cos(x)
@@ -152,4 +118,4 @@ def test_a_forward_laplacian_has_the_rule(function):
 def test_a_forward_laplacian_of_backward_alone_raises_the_error_of_JAX():
     folx = pytest.importorskip("folx")
     with pytest.raises(TypeError, match="forward-mode"):
-        folx.forward_laplacian(lambda x: Round.apply(x).sum())(X[0])
+        folx.forward_laplacian(lambda x: rounded(x).sum())(X[0])

@@ -22,7 +22,7 @@ torch = pytest.importorskip("torch")
 pytestmark = pytest.mark.usefixtures("double_precision")
 
 from tests.support.libraries import Jax, JittedJax, assert_same, of_arrays, torch_library  # noqa: E402
-from tests.support.torch_code import explained_under_jit, function_of, rule  # noqa: E402
+from tests.support.torch_code import counting, explained_under_jit, function_of, rule  # noqa: E402
 from tests.support.torch_functions import CASES  # noqa: E402
 
 EXP = CASES["exp"].function
@@ -107,31 +107,16 @@ def test_second_derivatives_use_all_active_flags():
 
 @row("H2")
 def test_torch_code_runs_once_for_a_shape():
-    note, runs = noting_runs()
-
-    class Power(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx, x, power):
-            note("forward")
-            ctx.save_for_backward(x)
-            ctx.power = power
-            return x**power
-
-        @staticmethod
-        def backward(ctx, grad_output):
-            note("backward")
-            return grad_output * ctx.power * ctx.saved_tensors[0] ** (ctx.power - 1), None
-
-    power = jaxfn.from_torch(Power).apply
-    gradient = jax.grad(lambda x: power(x, 2).sum())
+    F, runs = counting(rule(lambda x, power: x**power, lambda g, x: (g * x, None), lambda inputs, output: inputs[:1]))
+    gradient = jax.grad(lambda x: F.apply(x, 2).sum())
     for _ in range(3):
         gradient(jnp.ones(3))
-        jax.jit(jax.grad(lambda x: power(x, 2).sum()))(jnp.ones(3))
+        jax.jit(jax.grad(lambda x: F.apply(x, 2).sum()))(jnp.ones(3))
     assert runs == ["forward", "backward"]
     gradient(jnp.ones(4))
     gradient(jnp.ones(4, "float32"))
     assert runs == ["forward", "backward"] * 3
-    power(jnp.ones(4), 2.0)  # torch distinguishes 2.0 from 2
+    F.apply(jnp.ones(4), 2.0)  # torch distinguishes 2.0 from 2
     assert runs == ["forward", "backward"] * 3 + ["forward"]
 
 

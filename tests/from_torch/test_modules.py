@@ -194,23 +194,7 @@ def test_two_batches_at_once():
 
 @row("I3")
 def test_forward_mode_of_a_module_and_of_a_function_inside():
-    class Tripled(torch.autograd.Function):
-        @staticmethod
-        def forward(x):
-            return x.clone()
-
-        @staticmethod
-        def setup_context(ctx, inputs, output):
-            pass
-
-        @staticmethod
-        def backward(ctx, grad_output):
-            return grad_output * 2
-
-        @staticmethod
-        def jvp(ctx, tangent):
-            return tangent * 3
-
+    Tripled = rule(lambda x: x.clone(), lambda g, _: g * 2, jvp=lambda tangent, _: tangent * 3)
     net = jaxfn.from_torch(Weighted(lambda module, x: Tripled.apply(x @ module.w)))
     x, buffers, parameters = jnp.asarray(X.numpy()), net.buffers, net.parameters
     f = functools.partial(lambda p: net.apply(p, buffers, x)[0].sum())
@@ -372,12 +356,7 @@ def test_functions_and_methods_that_ask_for_values_are_replaced():
 
 @row("I7")
 def test_explain_lists_the_functions_in_it():
-    class Twice(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx, x):
-            return Quantized.apply(x) * 2
-
-        jvp = backward = staticmethod(lambda ctx, gradient: gradient * 2)
+    Twice = rule(lambda x: Quantized.apply(x) * 2, lambda g, _: g * 2, jvp=lambda tangent, _: tangent * 2, name="Twice")
 
     class Fixed(torch.autograd.Function):
         @staticmethod

@@ -21,7 +21,6 @@ from tests.support.checked_function import Checked  # noqa: E402
 from tests.support.reading_functions import (  # noqa: E402
     CASES,
     INPUTS,
-    counting,
     halve_until_small,
     if_expression,
     if_sum,
@@ -32,10 +31,10 @@ from tests.support.reading_functions import (  # noqa: E402
     through_numpy,
     written_to_nonzero,
 )
-from tests.support.torch_code import Net, explained_under_jit, function_of, rule  # noqa: E402
+from tests.support.torch_code import Net, counting, explained_under_jit, function_of, rule  # noqa: E402
 
 QUICK = """
-    if_sum if_in_backward MasksGradient ImplicitFixedPoint retried numpy_in_backward numpy_written
+    if_sum if_in_backward MasksGradient implicit_fixed_point retried numpy_in_backward numpy_written
     written_to_a_mask_that_may_be_empty listed_by_rows mean_of_selected written_to_nonzero scaled_by_item
 """
 

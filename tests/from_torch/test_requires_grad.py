@@ -133,22 +133,16 @@ def test_an_argument_that_is_frozen_has_no_derivative():
     assert_same([f(X), jax.grad(lambda x: f(x).sum())(X)], [np.sin(X), np.zeros(5)])
 
 
-class AsksInBackward(torch.autograd.Function):
-    """Reads whether backward is differentiated, as code does that has a faster way if it is not."""
+def asks_whether_it_is_differentiated(gradient, x, w):
+    """Has a faster way if it is not."""
+    product = gradient * x
+    product = product if product.requires_grad else product.detach()
+    gradient = gradient if gradient.requires_grad else gradient.detach()
+    flags = x.requires_grad, w.requires_grad
+    return gradient * w.sin() if flags[0] else None, product * w.cos() if flags[1] else None
 
-    @staticmethod
-    def forward(ctx, x, w):
-        ctx.save_for_backward(x, w)
-        return x * w.sin()
 
-    @staticmethod
-    def backward(ctx, gradient):
-        x, w = ctx.saved_tensors
-        product = gradient * x
-        product = product if product.requires_grad else product.detach()
-        gradient = gradient if gradient.requires_grad else gradient.detach()
-        flags = x.requires_grad, w.requires_grad
-        return gradient * w.sin() if flags[0] else None, product * w.cos() if flags[1] else None
+AsksInBackward = rule(lambda x, w: x * w.sin(), asks_whether_it_is_differentiated)
 
 
 @row("H15")

@@ -63,15 +63,12 @@ class Product(torch.autograd.Function):
         return grad @ ctx.saved_tensors[0].T * (3 if torch.is_autocast_enabled("cpu") else 2), None
 
 
-class Settings(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x):
-        is_deterministic, dtype = torch.are_deterministic_algorithms_enabled(), torch.get_default_dtype()
-        return x * (2 if is_deterministic else 3) + (10 if dtype is torch.float64 else 0)
+def scaled_by_settings(x):
+    is_deterministic, dtype = torch.are_deterministic_algorithms_enabled(), torch.get_default_dtype()
+    return x * (2 if is_deterministic else 3) + (10 if dtype is torch.float64 else 0)
 
-    @staticmethod
-    def backward(ctx, grad):
-        return grad * (2 if torch.are_deterministic_algorithms_enabled() else 3)
+
+Settings = rule(scaled_by_settings, lambda g, _: g * (2 if torch.are_deterministic_algorithms_enabled() else 3))
 
 
 @contextlib.contextmanager
@@ -571,38 +568,18 @@ def test_a_dict_of_arrays_that_a_function_changes_raises():
 
 @row("L4")
 def test_a_native_forward_gets_the_very_list():
-    class Logged(jaxfn.Function):
-        @staticmethod
-        def forward(ctx, x, log):
-            log.append(3)
-            return x * 3
-
-        @staticmethod
-        def backward(ctx, grad):
-            return grad * 3, None
-
+    logged = jaxfn.autograd_function(lambda ctx, x, log: log.append(3) or x * 3, lambda ctx, grad: (grad * 3, None))
     log: list[int] = []
-    Logged.apply(jnp.ones(3), log)
-    np.testing.assert_array_equal(jax.grad(lambda x: Logged.apply(x, log).sum())(X), 3)
+    logged(jnp.ones(3), log)
+    np.testing.assert_array_equal(jax.grad(lambda x: logged(x, log).sum())(X), 3)
     assert log == [3] * len(log) != [3]
-
-
-class ReplacingNatively(jaxfn.Function):
-    @staticmethod
-    def forward(ctx, x, items):
-        items.append(x)
-        return x
-
-    @staticmethod
-    def backward(ctx, grad):
-        return grad, None
 
 
 @row("L4")
 @pytest.mark.parametrize(
     "apply",
     [
-        ReplacingNatively.apply,
+        jaxfn.autograd_function(lambda ctx, x, items: items.append(x) or x, lambda ctx, grad: (grad, None)),
         lambda x, items: jaxfn.from_torch(Replacing).apply(x, items),
         lambda x, items: jaxfn.from_torch(lambda x, items: Replacing.apply(x, items))(x, items),
     ],

@@ -17,8 +17,8 @@ from tests.support.marks import cells, row
 
 torch = pytest.importorskip("torch")
 
-from tests.support.reading_functions import INPUTS, counting, in_jax, in_torch, scaled_by_item  # noqa: E402
-from tests.support.torch_code import Net, function_of, rule  # noqa: E402
+from tests.support.reading_functions import INPUTS, in_jax, in_torch, scaled_by_item  # noqa: E402
+from tests.support.torch_code import Net, counting, function_of, rule  # noqa: E402
 
 
 class Quantizes(torch.autograd.Function):

@@ -28,7 +28,7 @@ def _marked(values: Sequence[Any], quick: set[str]) -> list[Any]:
 # Where the verdicts differ, and each check with a right and a wrong Function.
 QUICK_PAIRS = {str(pair) for pair in PAIRS if pair.ours != pair.torchs} | {
     "linear-gradcheck",
-    "straight_through_round-gradcheck",
+    "straight through round-gradcheck",
     "complex_and_real_inputs-gradcheck",
     "root_differentiated_implicitly-gradgradcheck",
     "nested_with_a_wrong_derivative-gradgradcheck",

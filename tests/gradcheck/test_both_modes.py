@@ -5,24 +5,15 @@ import numpy as np
 import pytest
 
 import jaxfn
+from tests.support.libraries import Jax, make_function
 from tests.support.marks import cells, row
 
-
-class Product(jaxfn.Function):
-    @staticmethod
-    def forward(ctx, x, y):
-        ctx.save_for_backward(x, y)
-        return x * jnp.sin(y)
-
-    @staticmethod
-    def backward(ctx, grad_output):
-        x, y = ctx.saved_tensors
-        return grad_output * jnp.sin(y), grad_output * x * jnp.cos(y)
-
-    @staticmethod
-    def jvp(ctx, x_t, y_t):
-        x, y = ctx.saved_tensors
-        return x_t * jnp.sin(y) + y_t * x * jnp.cos(y)
+Product = make_function(
+    Jax,
+    lambda x, y: x * jnp.sin(y),
+    lambda g, x, y: (g * jnp.sin(y), g * x * jnp.cos(y)),
+    jvp=lambda x_t, y_t, x, y: x_t * jnp.sin(y) + y_t * x * jnp.cos(y),
+)
 
 
 class WrongJvp(Product):

@@ -6,8 +6,9 @@ import numpy as np
 import pytest
 
 import jaxfn
-from tests.support.cases import Square
+from tests.support.cases import Square, in_library
 from tests.support.checking import failure, normal, rule, scaled_sine
+from tests.support.libraries import torch_library
 from tests.support.marks import row
 
 
@@ -271,8 +272,8 @@ CHECKS = {
     "check": lambda f, x: jaxfn.check(f, x),
     "gradcheck": lambda f, x: jaxfn.gradcheck(f, x),
     "gradgradcheck": lambda f, x: jaxfn.gradgradcheck(f, x),
-    "kernelcheck": lambda f, x: jaxfn.kernelcheck(f, lambda x: x**3, x, dtypes=["float32"], skip=["sizes"]),
-    "paritycheck": lambda f, x: jaxfn.paritycheck(f, lambda x: x**3, [x]),
+    "kernelcheck": lambda f, x: jaxfn.kernelcheck(f, lambda x: x * x, x, dtypes=["float32"], skip=["sizes"]),
+    "paritycheck": lambda f, x: jaxfn.paritycheck(f, lambda x: x * x, [x]),
     "find_nan": lambda f, x: jaxfn.find_nan(f, x) is None,
     "residuals": lambda f, x: jaxfn.residuals(f, x),
 }
@@ -284,29 +285,15 @@ def test_a_class_and_its_apply_are_checked_and_torch_code_is_not(name):
     torch = pytest.importorskip("torch")
     check = CHECKS[name]
 
-    class Cube(jaxfn.Function):
-        @staticmethod
-        def forward(ctx, x):
-            ctx.save_for_backward(x)
-            return x**3
-
-        @staticmethod
-        def backward(ctx, g):
-            return 3 * g * ctx.saved_tensors[0] ** 2
-
-    class TorchCube(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx, x):
-            return x**3
-
-    for f in (Cube, Cube.apply, lambda x: Cube.apply(x)):
+    TorchSquare = in_library(Square, torch_library())
+    for f in (Square, Square.apply, lambda x: Square.apply(x)):
         assert check(f, np.linspace(0.1, 1, 3)), f
-    assert check(Cube, torch.linspace(0.1, 1, 3, dtype=torch.float64, requires_grad=True))
+    assert check(Square, torch.linspace(0.1, 1, 3, dtype=torch.float64, requires_grad=True))
     with pytest.raises(TypeError, match=rf"^{name} takes a Function class or a function, and its arguments; got Array"):
         check(jnp.ones(3), jnp.ones(3))
     torch_code = {
-        "TorchCube": TorchCube,
-        "TorchCube.apply": TorchCube.apply,
+        "Square": TorchSquare,
+        "Square.apply": TorchSquare.apply,
         "Linear": torch.nn.Linear(3, 3),
         "sin": torch.sin,
         "relu": torch.nn.functional.relu,

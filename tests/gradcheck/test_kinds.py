@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 import jaxfn
+from tests.support.cases import function_of
 from tests.support.checking import failure, normal, of_inputs, passes, rule, saving
 from tests.support.marks import cells, row
 from tests.support.runs import number_of_calls
@@ -163,17 +164,9 @@ def test_a_transposed_gradient_is_named(mistake):
 
 @row("G4")
 def test_a_transposed_tangent_is_named():
-    class Outer(jaxfn.Function):
-        @staticmethod
-        def forward(ctx, x):
-            ctx.save_for_forward(x)
-            return jnp.outer(x, jnp.arange(1.0, 4.0))
-
-        @staticmethod
-        def jvp(ctx, tangent):
-            return jnp.outer(jnp.arange(1.0, 4.0), tangent)
-
-    (kind,) = kinds(Outer.apply, normal(3), check_forward_ad=True, check_backward_ad=False)
+    row = jnp.arange(1.0, 4.0)
+    outer = function_of("jvp", lambda x: jnp.outer(x, row), lambda saved, tangent: jnp.outer(row, tangent), None)
+    (kind,) = kinds(outer, normal(3), check_forward_ad=True, check_backward_ad=False)
     assert kind == "the tangent is transposed"
 
 

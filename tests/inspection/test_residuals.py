@@ -15,7 +15,7 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import jaxfn
-from tests.support.cases import host_memory_is_apart
+from tests.support.cases import function_of, host_memory_is_apart
 from tests.support.marks import EXPERIMENTAL, row
 from tests.support.runs import number_of_calls
 
@@ -46,28 +46,16 @@ def _(ctx, grad_output):
     return grad_output * w * jnp.cos(x), grad_output * wave, None
 
 
-class Exp(jaxfn.Function):
-    """A Function with both modes that saves its output."""
+def times_saved(saved, moved):
+    return saved[0] * moved
 
-    @staticmethod
-    def forward(ctx, x):
-        y = jnp.exp(x)
-        ctx.save_for_backward(y)
-        return y
 
-    @staticmethod
-    def backward(ctx, grad_output):
-        (y,) = ctx.saved_tensors
-        return y * grad_output
-
-    @staticmethod
-    def jvp(ctx, tangent):
-        (y,) = ctx.saved_tensors
-        return y * tangent
+# A Function with both modes that saves its output.
+exp = function_of("both", jnp.exp, times_saved, times_saved, lambda args, y: (y,), "Exp")
 
 
 def network(x, w):
-    return square(modulated(jnp.tanh(x), w, 1.0)) + Exp.apply(-x)
+    return square(modulated(jnp.tanh(x), w, 1.0)) + exp(-x)
 
 
 def over_devices(f):
@@ -178,7 +166,7 @@ def test_residuals_of_jax_are_named_by_the_operation_or_by_checkpoint_name():
 
 @row("K2")
 def test_an_array_that_two_functions_save_is_counted_once():
-    ledger = jaxfn.residuals(lambda x: square(x) + Exp.apply(x) + square(x), jnp.ones(5))
+    ledger = jaxfn.residuals(lambda x: square(x) + exp(x) + square(x), jnp.ones(5))
     of_square = [r for r in ledger if r.function == "square"]
     assert [r.is_duplicate for r in of_square] == [False, True]
     assert ledger.total_bytes == 40
@@ -496,7 +484,7 @@ def test_a_comparison_of_policies_is_a_table_with_a_column_for_each():
     def f(x, w):
         for _ in range(2):
             x = checkpoint_name(jnp.sin(x @ w), "wave")
-        return square(Exp.apply(x @ w))  # square saves what Exp has saved
+        return square(exp(x @ w))  # square saves what Exp has saved
 
     policies = {
         "default": None,
@@ -600,7 +588,7 @@ def test_arguments_in_a_tuple_are_noted(tool):
 
 STEPS = {
     "an operation": lambda x, w: jnp.sin(x * w),
-    "a Function": lambda x, w: Exp.apply(-square(x)) * w,
+    "a Function": lambda x, w: exp(-square(x)) * w,
     "a Function that all save one array for": lambda x, w: modulated(x, w, 1.0),
 }
 

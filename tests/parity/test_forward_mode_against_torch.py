@@ -16,7 +16,7 @@ import pytest
 import jaxfn
 from tests.support.cases import in_library
 from tests.support.either_library import Torch
-from tests.support.libraries import Jax
+from tests.support.libraries import Jax, make_function
 from tests.support.marks import row
 
 torch = pytest.importorskip("torch")
@@ -201,20 +201,10 @@ def test_what_jvp_sees_as_in_torch(function):
 @row("C16")
 def test_complex_tangents_as_in_torch():
     z, t = np.array([1 + 2j, 0.5 - 1j]), np.array([0.3 - 1j, 2j])
-    theirs = dual_jvp(in_library(ComplexSquare, Torch).apply, (torch.tensor(z),), (torch.tensor(t),))[1]
-    ours = jax.jvp(ComplexSquare.apply, (z,), (t,))[1]
+    ours, theirs = (
+        make_function(lib, lambda z: z * z, lambda g, z: 2 * g * z.conj(), jvp=lambda tangent, z: 2 * z * tangent).apply
+        for lib in (Jax, Torch)
+    )
+    theirs = dual_jvp(theirs, (torch.tensor(z),), (torch.tensor(t),))[1]
+    ours = jax.jvp(ours, (z,), (t,))[1]
     np.testing.assert_allclose(ours, theirs.resolve_conj().numpy(), rtol=1e-12)
-
-
-class ComplexSquare(jaxfn.Function):
-    @staticmethod
-    def forward(z):
-        return z * z
-
-    @staticmethod
-    def setup_context(ctx, inputs, output):
-        ctx.save_for_forward(*inputs)
-
-    @staticmethod
-    def jvp(ctx, tangent):
-        return 2 * ctx.saved_tensors[0] * tangent

@@ -191,7 +191,7 @@ Take = make_function(
     jvp=_take_jvp,
 )
 # An output that was marked non-differentiable, and which is saved.
-Swish = make_function(
+Gated = make_function(
     Jax,
     cases.Gated.forward,
     lambda g, _, x, s: 3 * (s + x * s * (1 - s)) * g,
@@ -201,7 +201,7 @@ Swish = make_function(
 )
 
 
-def _swish_slope(x):
+def _gated_slope(x):
     s = stop_gradient(jax.nn.sigmoid(x))  # the saved output has no derivative
     return s + x * s * (1 - s)
 
@@ -240,8 +240,8 @@ CASES = [
         others=lambda x: (jnp.asarray(INDEX + 1),), statics=(INDEX,),
     ),
     Case(
-        "non_differentiable", Swish, jax.nn.swish, (_X,),
-        lambda args, y, t: 2 * _swish_slope(*args) * t[0], lambda args, y, g: (3 * _swish_slope(*args) * g,),
+        "non_differentiable", Gated, jax.nn.swish, (_X,),
+        lambda args, y, t: 2 * _gated_slope(*args) * t[0], lambda args, y, g: (3 * _gated_slope(*args) * g,),
         lambda x: (jax.nn.sigmoid(x),),
     ),
     Case("namedtuple", in_both_modes(cases.Swap, _swap_jvp), lambda a, b: cases.Pair(b, a * b), (_X, _Y)),

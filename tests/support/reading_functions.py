@@ -4,28 +4,20 @@ from __future__ import annotations
 
 from typing import Any
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 import torch
 
-import jaxfn
-from tests.support.runs import noting_runs
+from tests.support.libraries import Jax, inputs_saved, output_saved, torch_library
 from tests.support.torch_code import rule
 
 CASES: dict[str, Any] = {}
 
 
-def case(function: Any) -> Any:
-    CASES[function.__name__] = function
-    return function
-
-
-def read_case(backward: Any = lambda g, x: g * x.cos() * x.abs().max().item()) -> Any:
+def read_case(backward: Any = lambda g, x: g * x.cos() * x.abs().max().item(), save: Any = inputs_saved) -> Any:
     """Adds a Function with this forward; a wrong backward, so that only the rule gives its gradients."""
 
     def add(forward: Any) -> Any:
-        CASES[forward.__name__] = rule(forward, backward)
+        CASES[forward.__name__] = rule(forward, backward, save)
         return forward
 
     return add
@@ -78,7 +70,6 @@ def equal_in_backward(x):
     return x * 2 if torch.allclose(x, x.abs(), atol=0.3) else x * 7
 
 
-@case
 class MasksGradient(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x):
@@ -91,6 +82,9 @@ class MasksGradient(torch.autograd.Function):
     def backward(ctx, g):
         (x,) = ctx.saved_tensors
         return g * x.cosh() * 3 if ctx.clipped else g * x.cos()
+
+
+CASES["MasksGradient"] = MasksGradient
 
 
 @read_case()
@@ -125,32 +119,24 @@ def newton_square_root(x):
     return y
 
 
-@case
-class ImplicitFixedPoint(torch.autograd.Function):
-    """Iterates in forward, and solves another fixed point in backward."""
+def fixed_point_in_backward(g, z):
+    slope, u = 1 - z * z, g
+    while True:
+        new = g + 0.4 * slope * u
+        if (new - u).abs().max().item() < 1e-3:
+            return new * slope
+        u = new
 
-    @staticmethod
-    def forward(ctx, x):
-        z = torch.zeros_like(x)
-        ctx.steps = 0
-        while True:
-            new = torch.tanh(0.4 * z + x)
-            ctx.steps += 1
-            if float((new - z).norm()) < 1e-3 or ctx.steps == 20:
-                break
-            z = new
-        ctx.save_for_backward(new)
-        return new
 
-    @staticmethod
-    def backward(ctx, g):
-        (z,) = ctx.saved_tensors
-        slope, u = 1 - z * z, g
-        while True:
-            new = g + 0.4 * slope * u
-            if (new - u).abs().max().item() < 1e-3:
-                return new * slope
-            u = new
+@read_case(fixed_point_in_backward, output_saved)
+def implicit_fixed_point(x):
+    z = torch.zeros_like(x)
+    for _ in range(20):
+        new = torch.tanh(0.4 * z + x)
+        if float((new - z).norm()) < 1e-3:
+            break
+        z = new
+    return new
 
 
 @read_case()
@@ -311,40 +297,9 @@ INPUTS = [[1.5, 2.25, 0.75, 3.0], [-1.5, -2.25, -0.75, -3.0], [0.6, -0.3, 1.7, -
 
 
 def in_torch(function: Any, x: Any) -> list[Any]:
-    tensor = torch.tensor(np.asarray(x), requires_grad=True)
-    output = function.apply(tensor)
-    weights = torch.arange(1.0, len(x) + 1)
-    (gradient,) = torch.autograd.grad((output * weights).sum() + output.pow(2).sum(), tensor, create_graph=True)
-    second = torch.zeros_like(tensor)
-    if gradient.requires_grad:
-        (second,) = torch.autograd.grad((gradient * weights).sum(), tensor)
-    return [value.detach().numpy() for value in (output, gradient, second)]
+    """Returns the output and two derivatives."""
+    return [value for (value,) in torch_library().derivatives(function.apply, [np.asarray(x)], 2)]
 
 
 def in_jax(function: Any, x: Any) -> list[Any]:
-    weights = jnp.arange(1.0, len(x) + 1)
-
-    def loss(x: Any) -> Any:
-        output = function.apply(x)
-        return (output * weights).sum() + (output**2).sum()
-
-    second = jax.grad(lambda x: (jax.grad(loss)(x) * weights).sum())
-    return [function.apply(x), jax.grad(loss)(x), second(x)]
-
-
-def counting(function: Any) -> tuple[Any, list[str]]:
-    """Returns the Function with methods that note each run."""
-    note, runs = noting_runs()
-
-    class Counts(function):
-        @staticmethod
-        def forward(ctx: Any, x: Any) -> Any:
-            note("forward")
-            return function.forward(ctx, x)
-
-        @staticmethod
-        def backward(ctx: Any, *gradients: Any) -> Any:
-            note("backward")
-            return function.backward(ctx, *gradients)
-
-    return jaxfn.from_torch(Counts), runs
+    return [value for (value,) in Jax.derivatives(function.apply, [x], 2)]

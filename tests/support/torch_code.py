@@ -11,6 +11,7 @@ import torch
 
 import jaxfn
 from tests.support.libraries import make_function, torch_library
+from tests.support.runs import noting_runs
 
 # A torch Function, built from two functions of tensors.
 rule = partial(make_function, torch_library())
@@ -36,6 +37,24 @@ def function_of(code: Callable[..., Any], slope: Callable[..., Any] | None = Non
     return type(
         name, (torch.autograd.Function,), {"forward": staticmethod(forward), "backward": staticmethod(backward)}
     )
+
+
+def counting(function: Any) -> tuple[Any, list[str]]:
+    """Returns the Function with methods that note each run."""
+    note, runs = noting_runs()
+
+    class Counts(function):
+        @staticmethod
+        def forward(ctx: Any, *args: Any) -> Any:
+            note("forward")
+            return function.forward(ctx, *args)
+
+        @staticmethod
+        def backward(ctx: Any, *gradients: Any) -> Any:
+            note("backward")
+            return function.backward(ctx, *gradients)
+
+    return jaxfn.from_torch(Counts), runs
 
 
 def explained_under_jit(function: Any, x: Any) -> Any:
