@@ -550,19 +550,6 @@ def test_once_differentiable_leaks_no_tracers():
         np.testing.assert_allclose(jax.jit(jax.vmap(jax.grad(f)))(jnp.arange(3.0)), [0, 3, 12])
 
 
-@row("C14")
-def test_a_closure_on_ctx():
-    def forward(ctx, x):
-        ctx.f = lambda g: 2 * x * g
-        return x * x
-
-    f = jaxfn.autograd_function(forward, jaxfn.once_differentiable(lambda ctx, g: ctx.f(g)))
-    assert jax.grad(f)(3.0) == 6.0
-    # What a closure on ctx holds has no derivative either, which is found first.
-    with pytest.raises(NotImplementedError, match="inside a closure or an object on ctx"):
-        jax.grad(jax.grad(f))(3.0)
-
-
 # ---------------------------------------------------------------------------------------------------------------------
 # Boxed gradients
 
