@@ -656,6 +656,54 @@ def types_by_name(x):
     return x.new(x) + (sign * (sign * x).to(torch.int32)).to(x.dtype)
 
 
+@written(normal(3, 4))
+def selected_elements(x):
+    """Elements that masks select, in variables: what is computed of them is stored by the mask, or added up."""
+    first, second = torch.zeros_like(x), torch.zeros_like(x)
+    large, keep = x.abs() > 0.3, x.sum(-1) > 0
+    small = ~large & (x > -0.2)
+    first[large], second[small] = 1.0, 0.5
+    values, others = x[large], x[small]
+    ratio = values.cos() / values
+    first[large] = (ratio + 1).float() * values
+    second[small] += others.exp()
+    first[keep] -= x[keep] * torch.arange(x.shape[-1])
+    second[keep] = x[0]
+    return first, second + x[large].sum() + (2 * ratio).sum()
+
+
+@written(normal(3, 4))
+def constant_masks(x):
+    """Masks that depend on no values select the same elements in each call."""
+    rows = torch.ones(x.shape[0], dtype=torch.bool)
+    columns, y = x.argmax(-1), x.clone()
+    y[rows, columns] -= 1
+    diagonal = torch.eye(x.shape[0], x.shape[1]) > 0
+    y[diagonal] = y[diagonal] * 2
+    return y + x[rows, columns][:, None], x[diagonal].flip(0)
+
+
+@written(normal(2, 3, 3))
+def rotation_of(x):
+    """LAPACK's singular values of matrices with infinities may take forever."""
+    u, _, v = torch.svd(x)
+    return u @ v.mT
+
+
+@not_supported(r"`flip` of elements selected by a mask(.|\n)*y\[x > 0\] = x\[x > 0\].flip", normal(3, 4))
+def reversed_elements(x):
+    y = x.clone()
+    y[x > 0] = x[x > 0].flip(0)
+    return y
+
+
+@not_supported(r"assignment to several targets has no rule(.|\n)*x\[0\], y = y, x\[1\]", normal(3, 4))
+def exchanges(x):
+    x, y = x.clone(), x[2] * 2
+    x[0], y = y, x[1]
+    return x + y
+
+
 @written(normal(4, 3), normal(4, 3, seed=1))
 class OldFunctions(Function):
     @staticmethod

@@ -50,6 +50,7 @@ _RESULT_FIELDS = {
     "eigenvalues": 0,
     "eigenvectors": 1,
 }
+_SELECTS = "a mask selects elements, whose number depends on values; use torch.where"
 _READS_VALUE = "the value of a tensor is read. Use torch.where, or pass the number as an argument"
 _STATIC_ATTRIBUTES = frozenset({"shape", "ndim", "dtype", "size"})
 
@@ -123,8 +124,8 @@ class ExpressionRewriter:
         self._variables = [bound_names(node)]
         self._before: list[str] = []
         self._conditional = 0
-        self._replaced: dict[ast.expr, ast.expr] = {}
         self._regions = find_regions(node, self._value)
+        self._assigned = {x.id: y for n in ast.walk(node) for x, y in assignments(n) if isinstance(x, ast.Name)}
         self.edits: dict[Span, str] = {}
         self._check = TemplateCheck(options.compares_values)
 
@@ -272,9 +273,13 @@ class ExpressionRewriter:
         self._stale(base)
         observed = self._value(base)
         mask = self._value(target.slice)
+        new = self._value(value)
         if isinstance(mask, ObservedTensor) and mask.dtype == torch.bool:
-            return self._set_mask(target, value, op, mask, observed)
-        text, new = self._render(value), self._value(value)
+            num_more = observed.ndim - mask.ndim
+            fits = not isinstance(new, ObservedTensor) or new.ndim <= num_more or self._mask_of(value)
+            if fits or not mask.is_constant:
+                return self._set_mask(target, value, op, num_more, bool(fits))
+        text = self._render(value)
         base_text = as_operand(self._render(base))
         index = self._index(target)
         if isinstance(new, ObservedTensor) and new.dtype != observed.dtype:
@@ -292,26 +297,15 @@ class ExpressionRewriter:
         return fill(operator_template(op), {"x": self._render(target), "y": value})
 
     def _set_mask(
-        self, target: ast.Subscript, value: ast.expr, op: ast.operator | None, mask: ObservedTensor, x: ObservedTensor
+        self, target: ast.Subscript, value: ast.expr, op: ast.operator | None, num_more: int, fits: bool
     ) -> list[str]:
-        mask_text, base = self._render(target.slice), self._render(target.value)
-        key = ast.dump(target.slice)
-        selected = [
-            node
-            for node in ast.walk(value)
-            if isinstance(node, ast.Subscript) and self._is_tensor(node.value) and ast.dump(node.slice) == key
-        ]
-        new = self._value(value)
-        if not selected and isinstance(new, ObservedTensor) and new.ndim:
+        if not fits:
             raise NoRuleError("elements that a mask selects are set to a tensor; use torch.where")
-        self._replaced = {node: node.value for node in selected}
+        mask_text, base = self._mask(target.slice, num_more), self._render(target.value)
+        x, new = self._value(target.value), self._value(value)
         text = self._render(value)
-        self._replaced = {}
         if op is not None:
             text = self._operation(target.value, op, text)
-        if mask.ndim < x.ndim:
-            axes = f"tuple(range({as_operand(mask_text)}.ndim, {as_operand(base)}.ndim))"
-            mask_text = f"jnp.expand_dims({mask_text}, {axes})"
         value_dtype = new.dtype if isinstance(new, ObservedTensor) else type(new)
         fits = value_dtype in (x.dtype, int, bool) or (value_dtype is float and x.dtype.is_floating_point)
         text = text if fits else self._options.spell(f"jnp.asarray({text}, {base}.dtype)")
@@ -321,8 +315,6 @@ class ExpressionRewriter:
 
     def _render(self, node: ast.expr) -> str:
         """Returns the new text of an expression."""
-        if node in self._replaced:
-            return self._selected(node)
         if isinstance(node, ast.Constant):
             return self._file.segment(node)
         if self._is_instrumented(node) and not self._values(node):
@@ -336,14 +328,45 @@ class ExpressionRewriter:
             return text if is_python else f"{type(value.item()).__name__}({text})"
         return text
 
-    def _selected(self, node: ast.expr) -> str:
+    def _selected(self, node: ast.Subscript) -> str:
         """Returns the tensor that a mask selects elements of, whose other elements are not used.
 
         In the strict spelling they are 1, at which functions and their derivatives are finite.
         """
-        assert isinstance(node, ast.Subscript)
-        text = self._render(self._replaced[node])
-        return self._options.spell(f"jnp.where({self._render(node.slice)}, {text}, 1)") if self._strict(node) else text
+        text, mask = self._render(node.value), self._mask(node.slice, self._value(node).ndim - 1)
+        return self._options.spell(f"jnp.where({mask}, {text}, 1)") if self._strict(node) else text
+
+    def _mask_of(self, node: ast.expr, names: frozenset[str] = frozenset()) -> ast.expr | None:
+        """Returns the mask that selects the elements with which an expression is computed; `None` without one.
+
+        The conversion, with which the module is compared, accepts elementwise functions of them, and sums.
+        """
+        if isinstance(node, ast.Subscript) and self._selects(node):
+            return node.slice
+        if isinstance(node, ast.Name):
+            value = self._assigned.get(node.id) if node.id not in names else None
+            return None if value is None else self._mask_of(value, names | {node.id})
+        parts = () if callee_name(node) == "sum" else _parts(node)
+        return next(filter(None, (self._mask_of(x, names) for x in parts)), None)
+
+    def _selects(self, node: ast.Subscript) -> bool:
+        """Whether an expression is `x[mask]` with a mask that depends on values."""
+        mask = self._value(node.slice) if self._is_tensor(node.value) else None
+        return isinstance(mask, ObservedTensor) and mask.dtype == torch.bool and not mask.is_constant
+
+    def _call_sum(self, call: ast.Call, args: list[Argument], named: Mapping[Any, Argument]) -> str | None:
+        """Returns the sum of the elements that a mask selects."""
+        mask = self._mask_of(args[0].node)
+        if mask is None or args[1:] or named:
+            return None
+        text = f"{as_operand(args[0].text)}.sum(where={self._mask(mask, args[0].value.ndim - 1)})"
+        cast = self._cast(call, "{x}.sum()", {"x": args[0]})
+        return text if cast is None else f"{text}.astype({cast})"
+
+    def _mask(self, node: ast.expr, num_more: int) -> str:
+        """Returns a mask with more axes."""
+        text = self._render(node)
+        return f"{as_operand(text)}[...{', None' * num_more}]" if num_more else text
 
     def _strict(self, node: ast.expr, has_both: bool = True) -> bool:
         """Whether an expression gets the strict spelling; records that it has both."""
@@ -494,6 +517,8 @@ class ExpressionRewriter:
             return _result(self._render(node.value), node.slice.value)
         if not isinstance(base, ObservedTensor):
             return None
+        if self._selects(node):
+            return self._selected(node)
         return f"{as_operand(self._render(node.value))}[{self._index(node)}]"
 
     def _index(self, node: ast.Subscript) -> str:
@@ -502,7 +527,7 @@ class ExpressionRewriter:
         for index in indices:
             value = self._value(index) if not isinstance(index, ast.Slice) else None
             if isinstance(value, ObservedTensor) and value.dtype == torch.bool and not value.is_constant:
-                raise NoRuleError("a mask selects elements, whose number depends on values; use torch.where")
+                raise NoRuleError(_SELECTS)
         texts = {index: self._one_index(index) for index in indices}
         if not isinstance(node.slice, ast.Tuple):
             return texts[node.slice]
@@ -511,7 +536,10 @@ class ExpressionRewriter:
         return text[1:-1] if has_parentheses else text
 
     def _one_index(self, index: ast.expr) -> str:
-        text, value = self._render(index), None if isinstance(index, ast.Slice) else self._value(index)
+        value = None if isinstance(index, ast.Slice) else self._value(index)
+        if isinstance(value, ObservedTensor) and value.dtype == torch.bool:
+            return self._in_numpy(index)
+        text = self._render(index)
         return self._options.spell(f"np.array({text})") if isinstance(value, (list, range)) else text
 
     def _checked_splice(self, node: ast.expr) -> str:
@@ -787,6 +815,15 @@ def _result(text: str, index: int) -> str:
         return f"{as_operand(text)}[{index}]"
     check_result(results[index])
     return results[index]
+
+
+def assignments(node: ast.AST) -> Iterator[tuple[ast.expr, ast.expr]]:
+    """Yields the targets of an assignment with their values; for `x, y = a, b`, x with a, and y with b."""
+    if isinstance(node, ast.Assign) and len(node.targets) == 1:
+        target, value = node.targets[0], node.value
+        is_several = isinstance(target, ast.Tuple) and isinstance(value, ast.Tuple)
+        several = is_several and len(target.elts) == len(value.elts)
+        yield from zip(target.elts, value.elts, strict=True) if several else [(target, value)]
 
 
 def callee_name(node: ast.AST) -> str:

@@ -15,13 +15,14 @@ from jaxfn._port.source import rules
 from jaxfn._port.source.expressions import (
     ExpressionRewriter,
     RewriteOptions,
+    assignments,
     callee_name,
     check_result,
     elements,
     operator_template,
 )
 from jaxfn._port.source.observe import ObservedTensor
-from jaxfn._port.source.source_file import Span, bound_names, is_importable
+from jaxfn._port.source.source_file import Span, bound_names, is_importable, root_name
 from jaxfn._port.source.spelling import NoRuleError, fill
 from jaxfn._port.source.table import Argument
 from jaxfn._port.source.typecheck import OtherValuesError
@@ -190,12 +191,30 @@ class FunctionRewriter(ExpressionRewriter):
         if not others and isinstance(target, (ast.Subscript, ast.Attribute)) and self._writes_tensor(target):
             self._replace(s, *self._set(target, s.value, None))
             return
+        pairs = list(assignments(s))
+        if len(pairs) > 1 and any(isinstance(x, ast.Subscript) and self._writes_tensor(x) for x, _ in pairs):
+            self._assign_in_order(s, pairs)
+            return
         if isinstance(target, ast.Name) and target.id in self._numpy_variables and self._is_constant(s.value):
             self.edits[self._file.span(s.value)] = self._in_numpy(s.value)
             return
         for x in s.targets:
             self._target(x)
         self._simple(s, s.value)
+
+    def _assign_in_order(self, s: ast.Assign, pairs: Sequence[tuple[ast.expr, ast.expr]]) -> None:
+        """Rewrites `x[i], y = a, b` as several statements."""
+        lines: list[str] = []
+        assigned: set[str] = set()
+        for target, value in pairs:
+            read = {n.id for n in ast.walk(value) if isinstance(n, ast.Name)}
+            if read & assigned or not isinstance(target, (ast.Name, ast.Subscript)):
+                raise NoRuleError("an assignment to several targets has no rule; write several statements")
+            name = root_name(target)
+            assigned |= {name.id} if name is not None else set()
+            is_set = isinstance(target, ast.Subscript) and self._writes_tensor(target)
+            lines += self._set(target, value, None) if is_set else [f"{self._render(target)} = {self._render(value)}"]
+        self._replace(s, *lines)
 
     def _assign_elements(self, s: ast.stmt, targets: Sequence[ast.expr], results: Sequence[str]) -> None:
         """Assigns results of a function one by one, without those that the code does not read."""
