@@ -182,6 +182,50 @@ def test_objects_of_the_users_classes_are_written(package):
     assert "Options(near_zero_float32=0.5, near_zero_float64=0.25)" in text
 
 
+@row("H17")
+def test_named_tuples_and_default_values_are_written(package):
+    """Named tuples that a function or a metaclass creates are written by their fields; tensors as default values."""
+    main = package(
+        states="""
+            import collections
+
+            class Fields(type):
+                def __new__(cls, name, bases, namespace):
+                    fields = list(namespace["__annotations__"])
+                    return collections.namedtuple(name, fields, defaults=[namespace[x] for x in fields[1:]])
+        """,
+        main="""
+            import collections
+            import torch
+            from .states import Fields
+
+            class Parameters(metaclass=Fields):
+                tau: float
+                bound: torch.Tensor = torch.as_tensor(0.75)
+
+            Pair = collections.namedtuple("Pair", "first second")
+            SCALES = Pair(2.0, 0.5)
+
+            class Cut(torch.autograd.Function):
+                @staticmethod
+                def forward(ctx, x, slope=torch.tensor([1.0, 2.0, 3.0]), *, dtype=torch.float32):
+                    ctx.parameters = p = Parameters(0.5)
+                    ctx.save_for_backward(x)
+                    scale = SCALES.first if x.device.type == "cpu" else 3
+                    return torch.where(x.abs() < p.bound, p.tau * x, x * slope).to(dtype) * scale
+
+                @staticmethod
+                def backward(ctx, gradient):
+                    pair = Pair(*ctx.saved_tensors, ctx.parameters.tau)
+                    return gradient * torch.where(pair.first > ctx.parameters.bound, 1.0, pair.second), None
+        """,
+    )
+    text = jaxfn.port(main.Cut, normal(2, 3))
+    assert_as_torch(main.Cut, text, normal(2, 3))
+    assert 'Pair = collections.namedtuple("Pair", ["first", "second"])' in text
+    assert "slope=np.array([1.0, 2.0, 3.0], np.float32), *, dtype=jnp.float32" in text
+
+
 RAISES = {
     "the arguments do not fit": ("return x @ x", r"it raised RuntimeError: .*return x @ x"),
     "endless recursion": ("return f(x)", r"it raised RecursionError(.|\n)*return f\(x\)"),

@@ -468,6 +468,8 @@ class ExpressionRewriter:
             return f"{self._render(node.value)}.saved_tensors"
         if isinstance(base, (torch.finfo, torch.iinfo)):
             return f"{'float' if isinstance(base, torch.finfo) else 'int'}({self._splice(node)})"
+        if isinstance(base, torch.device):
+            return repr(value)
         if isinstance(base, torch.dtype) and node.attr == "is_floating_point":
             return self._options.spell(f"jnp.issubdtype({self._render(node.value)}, jnp.floating)")
         is_torch = isinstance(base, types.ModuleType) and base.__name__.partition(".")[0] == "torch"

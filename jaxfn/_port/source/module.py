@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import builtins
+import collections
 import importlib.util
 import inspect
 import itertools
@@ -171,7 +172,12 @@ class _Writer:
 
     def add(self, value: Any) -> str:
         """Adds the definition of a function or class, after those that it uses, and returns its name."""
-        file, node = self._definition(value)
+        try:
+            file, node = self._definition(value)
+        except TranslationError:
+            if not isinstance(value, type) or not issubclass(value, tuple):
+                raise
+            return self._add_tuple(value)
         old = ast.unparse(node.targets[0]) if isinstance(node, ast.Assign) else node.name
         name, is_new = self._reserve(old, value, value.__module__)
         if not is_new:
@@ -190,6 +196,17 @@ class _Writer:
             text, self.draws = _with_key(text, draws, value is self._main, self.options), True
         text = self._with_names(text, _scope(value) | _imported(node, value), file, name)
         self._parts[name] = re.sub(rf"(?m)^((?:def|class)\s+|){old}\b", rf"\1{name}", text, count=1)
+        return name
+
+    def _add_tuple(self, kind: Any) -> str:
+        """Adds a class of named tuples that no class statement defines, by its fields."""
+        name, is_new = self._reserve(kind.__name__, kind, kind.__module__)
+        if is_new:
+            classes: dict[str, type] = {}
+            defaults = _literal(name, tuple(kind._field_defaults.values()), name, classes)
+            text = f'{name} = collections.namedtuple("{name}", {json.dumps(kind._fields)}, defaults={defaults})'
+            scope = {**classes, "collections": collections}
+            self._parts[name] = self._with_names(text.replace(", defaults=()", ""), scope, SourceFile("", ""), name)
         return name
 
     def _reserve(self, name: str, value: Any, module: str) -> tuple[str, bool]:
@@ -256,7 +273,14 @@ class _Writer:
         rewriter = self._rewritten(file, node)
         if rewriter.draws:
             self._draws |= {node.name}
-        return rewriter.edits | _decorator_edits(file, node, self.options, inspect.unwrap(function) is function)
+        edits = _decorator_edits(file, node, self.options, inspect.unwrap(function) is function)
+        parameters = inspect.signature(function).parameters.values() if callable(function) else ()
+        defaults = [*node.args.defaults, *node.args.kw_defaults]
+        values = [x.default for x in parameters if x.default is not x.empty or x.kind is x.KEYWORD_ONLY]
+        for default, value in zip(defaults, values, strict=False):
+            if default is not None and isinstance(value, (torch.Tensor, torch.dtype)):
+                edits[file.span(default)] = self.options.spell(_literal(node.name, value, node.name, {}))
+        return rewriter.edits | edits
 
     def _rewritten(self, file: SourceFile, node: FunctionNode) -> FunctionRewriter:
         in_numpy: frozenset[str] = frozenset()

@@ -336,7 +336,7 @@ class FunctionRewriter(ExpressionRewriter):
         self._variables.pop()
 
     def _signature(self, node: ast.FunctionDef) -> None:
-        """Rewrites annotations and default values."""
+        """Rewrites annotations."""
         arguments = node.args
         found = [*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs, arguments.vararg, arguments.kwarg]
         for x in found:
@@ -352,9 +352,6 @@ class FunctionRewriter(ExpressionRewriter):
             while new is None and self._file.text[arrow - 1 : arrow].isspace():
                 arrow -= 1
             self.edits[arrow, end] = "" if new is None else f"-> {new}"
-        for default in (*arguments.defaults, *arguments.kw_defaults):
-            if default is not None and self._mentions_torch(default):
-                raise NoRuleError(f"the default value {self._file.segment(default)} mentions torch")
 
 
 def jax_annotation(node: ast.expr, options: RewriteOptions) -> str | None:
