@@ -49,9 +49,11 @@ def write_source(
     flat = [x if _is_valid(call, x) else x.map(_as_int64, x.arrays) for x in flat]
     sizes = [x for example in flat for x in other_sizes(example, lambda x: _is_valid(call, x))]
     methods = [x for x in ("jvp", "vmap") if is_class and _accepts(partial(_run_method, function, x, flat[0]))]
-    observation = observe(
-        function, lambda: _run_all(function, methods, flat, sizes), lambda: _run_in_double(function, methods, flat)
-    )
+    run_in_double = partial(_run_in_double, function, methods, flat)
+    observation = observe(function, partial(_run_all, function, methods, flat, sizes), run_in_double)
+    if is_class and not _ran_each_backward(observation):
+        run = partial(_run_all, function, methods, flat, sizes, is_inside=True)
+        observation = observe(function, run, run_in_double)
     statics = [x for example in flat for i, x in enumerate(example.leaves) if i not in example.arrays]
     groups = list(make_groups(flat, sizes))
     constants = _constants(observation, statics)
@@ -146,8 +148,23 @@ def _accepts(run: Callable[[], None]) -> bool:
     return True
 
 
-def _run_all(function: Any, methods: Sequence[str], examples: Sequence[Example], sizes: Sequence[Example]) -> None:
-    """Runs everything that the observation needs: each example, with each set of inputs that need gradients."""
+def _ran_each_backward(observation: ObservedRun) -> bool:
+    """Whether torch ran the `backward` of each Function; not of those that `forward` applies, without gradients."""
+    found = [(file, x) for file, x in observation.functions.values() if getattr(x, "name", "") == "backward"]
+    return all((file.path, file.span(x.body[0])[0]) in observation.statements for file, x in found)
+
+
+def _run_all(
+    function: Any,
+    methods: Sequence[str],
+    examples: Sequence[Example],
+    sizes: Sequence[Example],
+    is_inside: bool = False,
+) -> None:
+    """Runs everything that the observation needs: each example, with each set of inputs that need gradients.
+
+    With `is_inside`, also the gradients of what `forward` computes, on which second derivatives in JAX depend.
+    """
     call = function.apply if is_function_class(function) else function
     with warnings.catch_warnings(), torch.random.fork_rng(), torch.enable_grad():
         warnings.simplefilter("ignore")
@@ -159,6 +176,18 @@ def _run_all(function: Any, methods: Sequence[str], examples: Sequence[Example],
                 _run_method(function, method, example)
         for example in sizes:
             _run(call, example, tuple(example.inexact))
+        for example in examples if is_inside else ():
+            with suppress(Exception):  # The code may update its inputs in place.
+                _run(partial(_call_forward, function), example, tuple(example.inexact))
+
+
+def _call_forward(function: Any, *args: Any, **kwargs: Any) -> Any:
+    """Calls `forward` as a Python function, which autograd differentiates."""
+    base: Any = torch.autograd.Function
+    ctx: Any = torch.autograd.function.FunctionCtx()
+    ctx.needs_input_grad = tuple(isinstance(x, torch.Tensor) and x.requires_grad for x in args)
+    contexts = [ctx] if function.setup_context is base.setup_context else []
+    return function.forward(*contexts, *args, **kwargs)
 
 
 def _run_in_double(function: Any, methods: Sequence[str], examples: Sequence[Example]) -> None:
