@@ -477,7 +477,7 @@ class NoisyGradient(Function):
     @staticmethod
     def forward(ctx, x):
         ctx.save_for_backward(torch.bernoulli(torch.full_like(x, 0.5)))
-        return x + torch.randn_like(x)
+        return x + torch.randn_like(x) + torch.distributions.Bernoulli(probs=x.sigmoid()).sample()
 
     @staticmethod
     def backward(ctx, grad_output):

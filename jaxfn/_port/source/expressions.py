@@ -649,10 +649,18 @@ class ExpressionRewriter:
         root = root_name(call.func)
         is_variable = root is not None and self._is_variable(root.id)
         is_method = self._bound_self(call) is not None and not isinstance(self._bound_self(call), types.ModuleType)
-        return is_torchs(self._value(call.func)) and root is not None and (is_method or not is_variable)
+        is_named = root is not None and (is_method or not is_variable)
+        return is_torchs(self._value(call.func)) and (is_named or self._is_sample(call))
+
+    def _is_sample(self, call: ast.Call) -> bool:
+        """Whether a call is `torch.distributions.Bernoulli(probs).sample()`."""
+        return isinstance(self._bound_self(call), torch.distributions.Bernoulli) and callee_name(call) == "sample"
 
     def _callee(self, call: ast.Call) -> tuple[str, list[ast.expr]]:
         """Returns the name of a torch function, and its positional arguments."""
+        if self._is_sample(call) and isinstance(call.func, ast.Attribute) and isinstance(call.func.value, ast.Call):
+            made = call.func.value
+            return "sample", [*made.args, *(x.value for x in made.keywords if x.arg == "probs")]
         if isinstance(call.func, ast.Attribute) and self._is_tensor(call.func.value):
             return call.func.attr, [call.func.value, *call.args]
         function = self._value(call.func)

@@ -502,7 +502,7 @@ is_grad_enabled() => True
 """
 
 RANDOM = """
-bernoulli(input) => jax.random.bernoulli({key}, {input}).astype({input}.dtype)
+bernoulli sample(input) => jax.random.bernoulli({key}, {input}).astype({input}.dtype)
 bernoulli(input, p) => jax.random.bernoulli({key}, {p}, {input}.shape).astype({input}.dtype)
 gumbel_softmax(logits, tau: number = 1, hard: False = False, *, dim=-1) => \
     jax.nn.softmax(({logits} - jnp.log(jax.random.exponential({key}, {logits}.shape, {logits}.dtype))) / {tau:1}, \
