@@ -125,6 +125,7 @@ class ExpressionRewriter:
         self._before: list[str] = []
         self._conditional = 0
         self._regions = find_regions(node, self._value)
+        self._masks: dict[str, ast.expr | None] = {}
         self._assigned = {x.id: y for n in ast.walk(node) for x, y in assignments(n) if isinstance(x, ast.Name)}
         self.edits: dict[Span, str] = {}
         self._check = TemplateCheck(options.compares_values)
@@ -336,7 +337,7 @@ class ExpressionRewriter:
         text, mask = self._render(node.value), self._mask(node.slice, self._value(node).ndim - 1)
         return self._options.spell(f"jnp.where({mask}, {text}, 1)") if self._strict(node) else text
 
-    def _mask_of(self, node: ast.expr, names: frozenset[str] = frozenset()) -> ast.expr | None:
+    def _mask_of(self, node: ast.expr) -> ast.expr | None:
         """Returns the mask that selects the elements with which an expression is computed; `None` without one.
 
         The conversion, with which the module is compared, accepts elementwise functions of them, and sums.
@@ -344,10 +345,11 @@ class ExpressionRewriter:
         if isinstance(node, ast.Subscript) and self._selects(node):
             return node.slice
         if isinstance(node, ast.Name):
-            value = self._assigned.get(node.id) if node.id not in names else None
-            return None if value is None else self._mask_of(value, names | {node.id})
+            if (value := self._assigned.pop(node.id, None)) is not None:
+                self._masks[node.id] = self._mask_of(value)
+            return self._masks.get(node.id)
         parts = () if callee_name(node) == "sum" else _parts(node)
-        return next(filter(None, (self._mask_of(x, names) for x in parts)), None)
+        return next(filter(None, map(self._mask_of, parts)), None)
 
     def _selects(self, node: ast.Subscript) -> bool:
         """Whether an expression is `x[mask]` with a mask that depends on values."""
