@@ -431,6 +431,24 @@ class FixedPoint(Function):
         return torch.autograd.grad(y, (x, weight), scale * vector)
 
 
+@written(normal(3, 4))
+class InsideWithTies(Function):
+    """Differentiates inside by detached inputs, with a function that has another spelling at ties."""
+
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        return x / (1 + x.abs())
+
+    @staticmethod
+    def backward(ctx, grad_output):
+        (x,) = ctx.saved_tensors
+        with torch.enable_grad():
+            x = x.detach().requires_grad_()
+            y = x / (1 + x.abs())
+        return torch.autograd.grad(y, x, grad_output)[0]
+
+
 @not_supported(r"it is not clear what autograd differentiates(.|\n)*torch.autograd.grad\(x.sin", normal(3))
 class UnclearGradient(Function):
     @staticmethod

@@ -776,6 +776,14 @@ class ExpressionRewriter:
 
     _call_tolist = _call_nonzero = _call_item
 
+    def _call_detach(self, call: ast.Call, args: list[Argument], named: Mapping[Any, Argument]) -> str | None:
+        """Returns the tensor itself where autograd, and so `jax.vjp`, differentiates by the variable that gets it."""
+        statement: ast.AST = call
+        while isinstance(statement, ast.expr):
+            statement = self._file.parents[statement]
+        targets = {x.id for x, _ in assignments(statement) if isinstance(x, ast.Name)}
+        return args[0].text if targets & {x for r in self._regions for x in r.inputs} else None
+
     def _call_type(self, call: ast.Call, args: list[Argument], named: Mapping[Any, Argument]) -> str | None:
         """Returns `y.type(name)`, where the name is one of torch for a tensor type, or a variable with `x.type()`."""
         if len(args) == 1 or not isinstance(args[1].value, str):
