@@ -20,6 +20,7 @@ from jaxfn._diagnostics import hide_own_frames
 from jaxfn._jaxpr import identity_primitives, shares_batch, subjaxpr_rules, traced_impl
 from jaxfn._mesh_types import pcast_like
 from jaxfn._observe import LOGS, log_effects
+from jaxfn._traces import is_ref
 from jaxfn._tree import as_array, is_inexact, replace_at
 
 
@@ -33,8 +34,9 @@ def tie(arrays: Sequence[Any], sources: Sequence[Any]) -> list[Any]:
 
 
 def repeat_like(arrays: Sequence[Any], sources: Sequence[Any]) -> list[Any]:
-    """Returns the arrays; under `jax.vmap` each has the batch at axis 0 if a source has one."""
-    return [tie_p.bind(x, *sources)[0] for x in arrays]
+    """Returns the arrays; under `jax.vmap` each has the batch at axis 0 if a source, or the value of a Ref, has it."""
+    values = [x[...] if is_ref(x) else x for x in sources]
+    return [tie_p.bind(x, *values)[0] for x in arrays]
 
 
 def _batch_tie(axis: VmapAxis, operands: Sequence[Any], dims: Sequence[Any]) -> tuple[list[Any], list[int]]:

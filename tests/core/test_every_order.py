@@ -369,6 +369,30 @@ def test_one_program_that_is_differentiated_by_each_argument(around):
     np.testing.assert_array_equal(by_w(g)[0], [1, 7 * 2])
 
 
+@row("B7", "B10", "E1")
+@pytest.mark.parametrize("is_mapped", [False, True])
+def test_one_program_with_a_reference_that_is_differentiated_by_each_argument(is_mapped):
+    """Under `vmap` the reference alone has a batch, with as many rows as x and w have elements."""
+
+    def forward(ctx, x, w, ref):
+        value = ref[...]
+        ctx.save_for_backward(value if ctx.needs_input_grad[0] else x)
+        return x * value + w
+
+    def backward(ctx, g):
+        (saved,) = ctx.saved_tensors
+        return (g * saved, None, None) if ctx.needs_input_grad[0] else (None, 10 * g * saved, None)
+
+    x, w = jnp.array([1.0, 2.0]), jnp.array([3.0, -5.0])
+    values = jnp.array([[1.0, 2.0], [4.0, 5.0]]) if is_mapped else jnp.array([5.0, 7.0])
+    f = jax.jit(jaxfn.autograd_function(forward, backward))
+    f, ref = jax.vmap(f, (None, None, 0)) if is_mapped else f, jax.new_ref(values)
+    _, by_x = jax.vjp(lambda x: f(x, w, ref), x)
+    _, by_w = jax.vjp(lambda w: f(x, w, ref), w)
+    np.testing.assert_array_equal(by_x(jnp.ones_like(values))[0], [5, 7])
+    np.testing.assert_array_equal(by_w(jnp.ones_like(values))[0], [20, 40] if is_mapped else [10, 20])
+
+
 @row("D7")
 def test_a_function_that_a_jvp_has_applied_keeps_its_rule_in_a_scan():
     def rule_of_cube(saved, g):
