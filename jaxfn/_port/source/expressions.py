@@ -841,9 +841,10 @@ def assignments(node: ast.AST) -> Iterator[tuple[ast.expr, ast.expr]]:
     """Yields the targets of an assignment with their values; for `x, y = a, b`, x with a, and y with b."""
     if isinstance(node, ast.Assign) and len(node.targets) == 1:
         target, value = node.targets[0], node.value
-        is_several = isinstance(target, ast.Tuple) and isinstance(value, ast.Tuple)
-        several = is_several and len(target.elts) == len(value.elts)
-        yield from zip(target.elts, value.elts, strict=True) if several else [(target, value)]
+        if isinstance(target, ast.Tuple) and isinstance(value, ast.Tuple) and len(target.elts) == len(value.elts):
+            yield from zip(target.elts, value.elts, strict=True)
+        else:
+            yield target, value
 
 
 def callee_name(node: ast.AST) -> str:

@@ -212,8 +212,10 @@ class FunctionRewriter(ExpressionRewriter):
                 raise NoRuleError("an assignment to several targets has no rule; write several statements")
             name = root_name(target)
             assigned |= {name.id} if name is not None else set()
-            is_set = isinstance(target, ast.Subscript) and self._writes_tensor(target)
-            lines += self._set(target, value, None) if is_set else [f"{self._render(target)} = {self._render(value)}"]
+            if isinstance(target, ast.Subscript) and self._writes_tensor(target):
+                lines += self._set(target, value, None)
+            else:
+                lines.append(f"{self._render(target)} = {self._render(value)}")
         self._replace(s, *lines)
 
     def _assign_elements(self, s: ast.stmt, targets: Sequence[ast.expr], results: Sequence[str]) -> None:

@@ -150,8 +150,9 @@ def _accepts(run: Callable[[], None]) -> bool:
 
 def _ran_each_backward(observation: ObservedRun) -> bool:
     """Whether torch ran the `backward` of each Function; not of those that `forward` applies, without gradients."""
-    found = [(file, x) for file, x in observation.functions.values() if getattr(x, "name", "") == "backward"]
-    return all((file.path, file.span(x.body[0])[0]) in observation.statements for file, x in found)
+    defs = [(file, x) for file, x in observation.functions.values() if not isinstance(x, ast.Lambda)]
+    backwards = [(file, x) for file, x in defs if x.name == "backward"]
+    return all((file.path, file.span(x.body[0])[0]) in observation.statements for file, x in backwards)
 
 
 def _run_all(
