@@ -158,6 +158,7 @@ class _Drawing:
                 rng.choice(SAVE_STYLES),
                 rng.choice(modes) if self._forward else rng.choices(modes, [6, 1, 1, 1])[0],
                 guards=rng.random() < 0.3,
+                saves_needed=rng.random() < 0.4,
                 materialize=rng.random() < 0.8,
                 vmap_rule=rng.choice(VMAP_RULES) if rng.random() < 0.5 else "",
                 packed=rng.random() < 0.1,

@@ -25,6 +25,7 @@ class FunctionSpec:
       save_style: how values are saved, one of `SAVE_STYLES`.
       modes: `backward`, `backward` and `jvp`, `backward` and `generate_jvp_rule`, or `jvp`.
       guards: whether `backward` looks at `needs_input_grad`.
+      saves_needed: whether what is saved depends on `needs_input_grad` too.
       materialize: whether missing gradients come as zeros.
       vmap_rule: where the Function's `vmap` puts the batch, "" for none.
       packed: whether the parameters come in one dict.
@@ -37,6 +38,7 @@ class FunctionSpec:
     save_style: str = "positional"
     modes: str = "reverse"
     guards: bool = False
+    saves_needed: bool = False
     materialize: bool = True
     vmap_rule: str = ""
     packed: bool = False
@@ -74,6 +76,7 @@ class FunctionSpec:
             or (self.modes != "reverse" and self.style == "by name")
             or (self.save_style == "positional" and "factor" in saved)  # a Python number
             or (self.passes_statics and not formula.statics)
+            or (self.saves_needed and (not self.guards or self.modes != "reverse" or formula.stateful))
             or (formula.stateful and self.is_separate and steps & saved)  # setup_context would draw again
         )
 
@@ -204,10 +207,18 @@ def _saves(spec: FunctionSpec) -> list[str]:
         lines.append("ctx.set_materialize_grads(False)")
         for kind, values in (("inputs", formula.parameters), ("outputs", formula.output_names)):
             lines.append(f"ctx.of_{kind} = {tuple_of([f'({v}.shape, str({v}.dtype))' for v in values])}")
+    values = {name: _if_needed(spec, name) if spec.saves_needed else name for name in names}
     if spec.save_style == "attributes":
-        return [*lines, *(f"ctx.{name} = {name}" for name in names)]
-    saved = [f"{name}={name}" if spec.save_style == "named" else name for name in names]
+        return [*lines, *(f"ctx.{name} = {value}" for name, value in values.items())]
+    saved = [f"{name}={value}" if spec.save_style == "named" else value for name, value in values.items()]
     return [*lines, f"ctx.save_for_backward({', '.join(saved)})"] if saved else lines
+
+
+def _if_needed(spec: FunctionSpec, name: str) -> str:
+    """The expression of a saved value that is `None` where no gradient that is needed reads it."""
+    readers = [i for i, grad in enumerate(spec.rules.grads) if grad and re.search(rf"\b{name}\b", grad)]
+    flags = [f"ctx.needs_input_grad[{0 if spec.packed else i}]" for i in readers]
+    return f"{name} if {' or '.join(flags) or 'False'} else None"
 
 
 def _unpacked_saves(spec: FunctionSpec) -> list[str]:

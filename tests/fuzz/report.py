@@ -53,9 +53,10 @@ class Disagreement:
 
 def _described(call: Call) -> str:
     spec = call.function
+    needed = " where it is needed" if spec.saves_needed else ""
     rule = " with a vmap rule" if spec.vmap_rule else ""
     closing = " closing over a value" if call.closed else ""
-    return f"{spec.modes} mode saving {spec.saving}{rule}{closing}"
+    return f"{spec.modes} mode saving {spec.saving}{needed}{rule}{closing}"
 
 
 @dataclass
