@@ -19,7 +19,8 @@ def port(code: Any, /, *args: Any, examples: Sequence[Sequence[Any]] = (), **kwa
     torch runs the code on the examples, and its source is rewritten by what it did there: calls of torch become
     `jax.numpy`, in-place updates assignments, and the rest does not change. The result is compared with the conversion
     under `jax.jit`, in outputs, gradients and second derivatives: at the examples, at two other sizes, at ties, zeros,
-    NaN and infinity, in double precision, and for each combination of inputs that need a gradient.
+    NaN and infinity, in double precision, and for each combination of inputs that need a gradient. Code that reads the
+    values of tensors is compared outside `jax.jit`, where alone it runs.
 
     Args:
       code: A subclass of `torch.autograd.Function`, a Python function of tensors, or the conversion of one.
@@ -64,7 +65,7 @@ def port(code: Any, /, *args: Any, examples: Sequence[Sequence[Any]] = (), **kwa
     kwargs.pop(conversion.key_name, None)
     args, kwargs, examples = with_arrays((args, kwargs, examples))
     try:
-        return write_source(conversion.original, conversion.call, args, kwargs, examples)
+        return write_source(conversion.original, conversion.call, conversion.key_name, args, kwargs, examples)
     except TranslationError as error:  # the conversion's own, which says how from_torch converts the code
         error.args = (re.sub(r"\. Or name a JAX function[^\n]*", "", str(error)),)
         raise

@@ -66,7 +66,7 @@ PORT_IMPORTS = {
     "jaxfn._torch.graph.source_lines": "is_user_code source_line",
     "jaxfn._torch.ties": "CLAMP vector_norm with_index",
     "jaxfn._torch.values.arrays": "to_jax to_torch with_arrays",
-    "jaxfn._torch.values.errors": "TranslationError",
+    "jaxfn._torch.values.errors": "DataDependentError TranslationError",
     "jaxfn._tree": "is_array_leaf is_inexact is_key",
 }
 PORT_USERS = {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 import functools
 import gc
 import json
@@ -44,8 +45,8 @@ def source_of(function: Any, *args: Any, **options: Any) -> str:
     return jaxfn.port(function, *args, **options)
 
 
-def assert_as_torch(function: Any, text: str, *args: Any) -> None:
-    """Compares outputs, gradients and their derivatives with torch's, eagerly and compiled, at new values."""
+def assert_as_torch(function: Any, text: str, *args: Any, reads_values: bool = False) -> None:
+    """Compares outputs and gradients with torch's, eagerly and, if it reads no values, compiled, at new values."""
     module = load(text)
     port = getattr(module, function.__name__)
     port, call = (port.apply, function.apply) if isinstance(function, type) else (port, function)
@@ -58,12 +59,13 @@ def assert_as_torch(function: Any, text: str, *args: Any) -> None:
 
     def ported(*arrays: Any) -> list[Any]:
         full = [getattr(module, x.__name__) if callable(x) else x for x in values]
+        full = [getattr(module, type(x).__name__)[x.name] if isinstance(x, enum.Enum) else x for x in full]
         for i, x in zip(indices, arrays, strict=True):
             full[i] = x
         return [jnp.asarray(y) for y in jax.tree.leaves(port(*full))]
 
     arrays = [jnp.asarray(values[i]) for i in indices]
-    for run in (ported, jax.jit(ported)):
+    for run in (ported,) if reads_values else (ported, jax.jit(ported)):
         for got, wanted in zip(run(*arrays), outputs, strict=True):
             np.testing.assert_allclose(got, wanted.detach().numpy(), rtol=1e-4, atol=1e-5)
     if not differentiable or not indices:
@@ -93,6 +95,26 @@ def test_the_written_source_computes_as_torch(name):
     text = source_of(function, *args)
     assert "torch" not in text[text.index("import") :].replace("torch.Tensor", "")
     assert_as_torch(function, text, *args)
+
+
+@row("H18")
+@pytest.mark.parametrize("name", samples.READS_VALUES)
+def test_code_that_reads_values_is_written_to_run_outside_jit(name):
+    function, args = samples.READS_VALUES[name]
+    text = source_of(function, *args)
+    assert "runs outside `jax.jit` only" in text and "no example reached" not in text
+    assert_as_torch(function, text, *args, reads_values=True)
+
+
+@row("H18")
+def test_inputs_that_have_no_gradient():
+    """The code raises an error where a gradient of the first input is needed."""
+    text = source_of(samples.ByTheScaleAlone, normal(3), np.float32(2.0))
+    assert "raise RuntimeError" in text
+    apply = load(text).ByTheScaleAlone.apply
+    assert jax.grad(lambda s: apply(normal(3), s).sum())(2.0) == pytest.approx(normal(3).sum(), rel=1e-5)
+    with pytest.raises(RuntimeError, match="no gradient of x"):
+        jax.grad(lambda x: apply(x, 2.0).sum())(normal(3))
 
 
 @row("H17")

@@ -34,6 +34,42 @@ def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.Fix
 
 
 @row("H17")
+def test_objects_that_answer_for_all_attributes(package):
+    """A static argument, which answers for attributes that it does not have, and a private method."""
+    main = package(
+        main="""
+            import torch
+
+            class Scale:
+                def __init__(self, factor):
+                    self.factor = factor
+
+                def __getattr__(self, name):
+                    return getattr(self.factor, name)
+
+                def __double(self):
+                    return self.factor * 2
+
+                def apply_to(self, x):
+                    return x * self.__double()
+
+            SCALE = Scale(1.5)
+
+            class Scaled(torch.autograd.Function):
+                @staticmethod
+                def forward(ctx, x):
+                    return SCALE.apply_to(x)
+
+                @staticmethod
+                def backward(ctx, grad_output):
+                    return SCALE.apply_to(grad_output)
+        """
+    )
+    text = jaxfn.port(main.Scaled, normal(3))
+    assert_as_torch(main.Scaled, text, normal(3))
+
+
+@row("H17")
 def test_names_of_other_modules_are_followed(package):
     """Functions, classes, bases and constants by `module.name`, through several modules, and aliases."""
     main = package(

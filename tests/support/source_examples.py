@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import enum
+import functools
 import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -16,6 +18,7 @@ from torch.autograd.function import once_differentiable
 SCALE = 0.25  # of a loss
 
 WRITTEN: dict[str, tuple[Any, tuple[Any, ...]]] = {}
+READS_VALUES: dict[str, tuple[Any, tuple[Any, ...]]] = {}
 NOT_SUPPORTED: dict[str, tuple[Any, tuple[Any, ...], str]] = {}
 
 
@@ -26,6 +29,14 @@ def normal(*shape: int, seed: int = 0) -> np.ndarray:
 def written(*args: Any) -> Callable[[Any], Any]:
     def enter(function: Any) -> Any:
         WRITTEN[function.__name__] = function, args
+        return function
+
+    return enter
+
+
+def reads_values(*args: Any) -> Callable[[Any], Any]:
+    def enter(function: Any) -> Any:
+        READS_VALUES[function.__name__] = function, args
         return function
 
     return enter
@@ -599,17 +610,107 @@ class NoRule(Function):
         return grad_output
 
 
-@not_supported(r"reads the value of a tensor(.|\n)*if x.sum\(\) > 0", normal(3))
-class ReadsValue(Function):
+class ByTheScaleAlone(Function):
     @staticmethod
-    def forward(ctx, x):
-        if x.sum() > 0:
-            return x * 2
-        return x
+    def forward(ctx, x, scale):
+        if ctx.needs_input_grad[0]:
+            raise RuntimeError("there is no gradient of x")
+        ctx.save_for_backward(x)
+        return x * scale
 
     @staticmethod
     def backward(ctx, grad_output):
-        return grad_output
+        (x,) = ctx.saved_tensors
+        return None, (grad_output * x).sum()
+
+
+@reads_values(normal(3))
+class ByItsSum(Function):
+    """Other samples than the example take the other branches."""
+
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        return x * x if x.sum() > 0 else x.sin()
+
+    @staticmethod
+    def backward(ctx, grad_output):
+        (x,) = ctx.saved_tensors
+        if x.sum() > 0:
+            return grad_output * 3 * x
+        return grad_output * x.cos() * float(x.max())
+
+
+@reads_values(normal(4, 3), 20)
+class SortsWhatIsPositive(Function):
+    """A loop until values converge, a number of elements that depends on them, and a check."""
+
+    @staticmethod
+    def forward(ctx, x, steps):
+        count = 0
+        while (x.abs() * 0.5**count).max() > 0.1 and count < steps:
+            count += 1
+        mask = x > 0
+        y = torch.zeros_like(x)
+        y[mask] = x[mask].sort().values * count
+        if torch.isnan(y).any():
+            raise ValueError("not a number")
+        ctx.count = count
+        ctx.save_for_backward(x, mask)
+        return y
+
+    @staticmethod
+    def backward(ctx, grad_output):
+        x, mask = ctx.saved_tensors
+        return grad_output * mask * ctx.count * x.masked_select(mask).sum(), None
+
+
+class Rounding(enum.Enum):
+    NEAREST = 0
+    DOWN = 1
+
+
+@functools.lru_cache
+def powers(n):
+    return tuple(2**i for i in range(n))
+
+
+fused = torch.compiler.disable
+
+
+@fused
+def largest(x, factor):
+    return (x * factor).abs().amax(dim=-1, keepdim=True).clamp_(min=0.1)
+
+
+@written(normal(3, 4), Rounding.DOWN)
+class RoundsBy(Function):
+    """An enumeration, decorators, a temporary updated in place, numbers of a shape."""
+
+    @staticmethod
+    def forward(ctx, x, rounding):
+        size = x.shape[1:].numel()
+        top = x.abs().max(dim=-1, keepdim=True).values.clamp_(min=1e-3) + largest(x, 0.5)
+        y = x * powers(3)[2]
+        return (y.floor() if rounding == Rounding.DOWN else y.round()) * size / top
+
+    @staticmethod
+    def backward(ctx, grad_output):
+        return torch.autograd.Variable(torch.flip(grad_output, dims=[-1])) * 2, None
+
+
+@written(normal(3, 4))
+class ScalesByItem(Function):
+    """A number of a tensor, whose value nothing needs."""
+
+    @staticmethod
+    def forward(ctx, x):
+        ctx.scale = x.abs().max().item()
+        return x / ctx.scale
+
+    @staticmethod
+    def backward(ctx, grad_output):
+        return grad_output / ctx.scale
 
 
 WEIGHT = torch.ones(3)
@@ -666,6 +767,27 @@ class SavesWhereNeeded(Function):
     def backward(ctx, gradient):
         x, y = ctx.saved_tensors
         return gradient * y, gradient * x if ctx.needs_input_grad[1] else None
+
+
+@written(normal(3, 4), normal(3, 4, seed=1))
+class AsksForWhatIsNeeded(Function):
+    """The inputs are read in another method, and in `backward` as an attribute of ctx."""
+
+    @staticmethod
+    def forward(ctx, x, scale):
+        ctx.scale = scale
+        return AsksForWhatIsNeeded.scaled(ctx, x, scale)
+
+    @staticmethod
+    def scaled(ctx, values, factor):
+        ctx.save_for_backward(values if factor.requires_grad else None)
+        return values * factor
+
+    @staticmethod
+    def backward(ctx, gradient):
+        (values,) = ctx.saved_tensors
+        scale = ctx.scale
+        return gradient * scale, gradient * values if scale.requires_grad else None
 
 
 @written(normal(3, 4) * 3)

@@ -27,7 +27,16 @@ from jaxfn._port.source.source_file import (
     viewed_name,
     views_in,
 )
-from jaxfn._port.source.spelling import NoRuleError, as_operand, fields, fill, grouped, parse_expression, select
+from jaxfn._port.source.spelling import (
+    NoRuleError,
+    ReadsValuesError,
+    as_operand,
+    fields,
+    fill,
+    grouped,
+    parse_expression,
+    select,
+)
 from jaxfn._port.source.table import Argument, TableEntry, code_of, table
 from jaxfn._port.source.typecheck import TemplateCheck, dtype_text
 from jaxfn._port.source.vjp_regions import Region, argument_of, find_regions, gradient_of, is_backward, names_of
@@ -74,6 +83,7 @@ class RewriteOptions:
       alternatives: Finds the calls that have a strict spelling (set by the rewriting).
       draws: The code of functions that draw random numbers.
       compares_values: Whether JAX code with other values than those that were observed raises an error.
+      reads_values: Whether the code may read the values of tensors, so that it runs outside `jax.jit` only.
     """
 
     observation: ObservedRun
@@ -82,6 +92,7 @@ class RewriteOptions:
     alternatives: dict[Site, None] = field(default_factory=dict)
     draws: Collection[CodeType] = ()
     compares_values: bool = False
+    reads_values: bool = False
 
     def spell(self, code: str) -> str:
         """Replaces names of modules and helpers by those of the written module."""
@@ -168,7 +179,8 @@ class ExpressionRewriter:
         target = updated.target
         while isinstance(target, ast.Call) and (inner := self._updated(target)) is not None:
             target = inner.target
-        if not isinstance(target, (ast.Name, ast.Attribute)) and self._is_fresh(target):
+        is_part = isinstance(target, (ast.Name, ast.Attribute)) and root_name(target) is not None
+        if not is_part and self._is_fresh(target):
             return text  # Nothing else has the tensor.
         if not isinstance(target, (ast.Name, ast.Attribute, ast.Subscript)) and viewed_name(target) is None:
             raise NoRuleError(
@@ -181,6 +193,9 @@ class ExpressionRewriter:
 
     def _is_fresh(self, node: ast.expr) -> bool:
         values = self._values(node)
+        if isinstance(node, (ast.Attribute, ast.Subscript)) and isinstance(node.value, ast.Call):
+            results = [x for x in self._values(node.value) if isinstance(x, tuple)]
+            values = [x for result in results for x in result] or values  # `max(x, dim=0).values`
         return bool(values) and all(isinstance(x, ObservedTensor) and x.is_fresh for x in values)
 
     def _updated(self, call: ast.Call) -> InPlaceCall | None:
@@ -278,7 +293,7 @@ class ExpressionRewriter:
         if isinstance(mask, ObservedTensor) and mask.dtype == torch.bool:
             num_more = observed.ndim - mask.ndim
             fits = not isinstance(new, ObservedTensor) or new.ndim <= num_more or self._mask_of(value)
-            if fits or not mask.is_constant:
+            if fits or not (mask.is_constant or self._options.reads_values):
                 return self._set_mask(target, value, op, num_more, bool(fits))
         text = self._render(value)
         base_text = as_operand(self._render(base))
@@ -301,7 +316,7 @@ class ExpressionRewriter:
         self, target: ast.Subscript, value: ast.expr, op: ast.operator | None, num_more: int, fits: bool
     ) -> list[str]:
         if not fits:
-            raise NoRuleError("elements that a mask selects are set to a tensor; use torch.where")
+            raise ReadsValuesError("elements that a mask selects are set to a tensor; use torch.where")
         mask_text, base = self._mask(target.slice, num_more), self._render(target.value)
         x, new = self._value(target.value), self._value(value)
         text = self._render(value)
@@ -353,6 +368,8 @@ class ExpressionRewriter:
 
     def _selects(self, node: ast.Subscript) -> bool:
         """Whether an expression is `x[mask]` with a mask that depends on values."""
+        if self._options.reads_values:
+            return False
         mask = self._value(node.slice) if self._is_tensor(node.value) else None
         return isinstance(mask, ObservedTensor) and mask.dtype == torch.bool and not mask.is_constant
 
@@ -494,25 +511,16 @@ class ExpressionRewriter:
         return None
 
     def _requires_grad(self, node: ast.Attribute) -> str:
-        """Returns whether a tensor requires a gradient; for an argument of `forward` that depends on the call."""
-        method, name = self._node, getattr(node.value, "id", None)
-        owner, parameters = self._file.enclosing_class(method), [x.arg for x in method.args.args]
-        is_forward = (
-            owner is not None
-            and getattr(method, "name", "") == "forward"
-            and "setup_context" not in {getattr(x, "name", "") for x in owner.body}
-        )
-        stores = [
-            n.lineno
-            for n in ast.walk(method)
-            if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store) and n.id == name
-        ]
-        if is_forward and name in parameters[1:] and min(stores, default=node.lineno) >= node.lineno:
-            return f"{parameters[0]}.needs_input_grad[{parameters.index(name) - 1}]"
-        values = set(self._values(node))
-        if len(values) != 1:
-            raise NoRuleError("whether this tensor requires a gradient depends on the call; use ctx.needs_input_grad")
-        return str(values.pop())
+        """Returns whether a tensor requires a gradient: an element of `ctx.needs_input_grad` that always was equal."""
+        if not any(self._values(node)):
+            return "False"
+        needs = self._options.observation.needs.get((self._file.path, self._file.span(node)), [])
+        for text in needs[0][1] if needs else ():
+            if all(flags.get(text) == value for value, flags in needs):
+                return text
+        if all(self._values(node)):
+            return "True"
+        raise NoRuleError("whether this tensor requires a gradient depends on the call; use ctx.needs_input_grad")
 
     def _render_subscript(self, node: ast.Subscript) -> str | None:
         base = self._value(node.value)
@@ -530,8 +538,9 @@ class ExpressionRewriter:
         indices = node.slice.elts if isinstance(node.slice, ast.Tuple) else [node.slice]
         for index in indices:
             value = self._value(index) if not isinstance(index, ast.Slice) else None
-            if isinstance(value, ObservedTensor) and value.dtype == torch.bool and not value.is_constant:
-                raise NoRuleError(_SELECTS)
+            is_mask = isinstance(value, ObservedTensor) and value.dtype == torch.bool and not value.is_constant
+            if is_mask and not self._options.reads_values:
+                raise ReadsValuesError(_SELECTS)
         texts = {index: self._one_index(index) for index in indices}
         if not isinstance(node.slice, ast.Tuple):
             return texts[node.slice]
@@ -541,7 +550,7 @@ class ExpressionRewriter:
 
     def _one_index(self, index: ast.expr) -> str:
         value = None if isinstance(index, ast.Slice) else self._value(index)
-        if isinstance(value, ObservedTensor) and value.dtype == torch.bool:
+        if isinstance(value, ObservedTensor) and value.dtype == torch.bool and value.is_constant:
             return self._in_numpy(index)
         text = self._render(index)
         return self._options.spell(f"np.array({text})") if isinstance(value, (list, range)) else text
@@ -609,6 +618,8 @@ class ExpressionRewriter:
         if function is str and node.args and isinstance(self._value(node.args[0]), torch.dtype):
             return self._options.spell(f'"torch." + jnp.dtype({self._render(node.args[0])}).name')
         tensors = [x for x in node.args if self._is_tensor(x)]
+        if tensors and function in (int, float) and self._options.reads_values:  # JAX's tracers have no `__float__`.
+            return f"{self._file.segment(node.func)}({as_operand(self._render(tensors[0]))}.item())"
         if tensors and function in (int, float, bool, list) and self._is_constant(tensors[0]):
             return f"{self._file.segment(node.func)}({self._in_numpy(tensors[0])})"
         return None
@@ -627,7 +638,7 @@ class ExpressionRewriter:
             if isinstance(n, ast.Name) and n.id in tensors - {*self._numpy_variables} and n not in static:
                 raise ReadsVariableError(n.id)
         if re.search(r"(?<![\w.])(lax|jax|bfloat16)\b|\.at\[", text):
-            raise NoRuleError(_READS_VALUE)
+            raise ReadsValuesError(_READS_VALUE)
         return re.sub(r"(?<![\w.])jnp\b", self._options.names.get("np", "np"), text)
 
     def _isinstance(self, node: ast.Call) -> str | None:
@@ -765,16 +776,38 @@ class ExpressionRewriter:
         return f"{region.vjp}({text})"
 
     def _call_item(self, call: ast.Call, args: list[Argument], named: Mapping[Any, Argument]) -> str:
-        """Returns a call that reads values, of a constant."""
-        if not self._is_constant(args[0].node):
-            raise NoRuleError(_READS_VALUE)
-        name, text = callee_name(call), self._in_numpy(args[0].node)
+        """Returns a call that reads values."""
+        reads_values, name = self._options.reads_values, callee_name(call)
+        if not reads_values and not self._is_constant(args[0].node):
+            if name != "item" or args[0].value.ndim:
+                raise ReadsValuesError(_READS_VALUE)
+            return self._options.spell(f"lax.stop_gradient({args[0].text})")  # a number, if nothing needs its value
+        text = args[0].text if reads_values else self._in_numpy(args[0].node)
         if name != "nonzero":
             return f"{as_operand(text)}.{name}()"
-        is_tuple = "as_tuple" in named and named["as_tuple"].value
-        return self._options.spell(f"np.nonzero({text})" if is_tuple else f"np.argwhere({text})")
+        function = "nonzero" if "as_tuple" in named and named["as_tuple"].value else "argwhere"
+        return self._options.spell(f"{'jnp' if reads_values else 'np'}.{function}({text})")
 
     _call_tolist = _call_nonzero = _call_item
+
+    def _call_numpy(self, call: ast.Call, args: list[Argument], named: Mapping[Any, Argument]) -> str:
+        """Returns the values as a NumPy array."""
+        if not self._options.reads_values:
+            raise ReadsValuesError(_READS_VALUE)
+        return self._options.spell(f"np.asarray({args[0].text})")
+
+    def _call_masked_select(self, call: ast.Call, args: list[Argument], named: Mapping[Any, Argument]) -> str:
+        """Returns the elements that a mask selects."""
+        if not self._options.reads_values:
+            raise ReadsValuesError(_SELECTS)
+        x, mask = (*args, *named.values())
+        return f"{as_operand(x.text)}[{mask.text}]"
+
+    def _call_numel(self, call: ast.Call, args: list[Argument], named: Mapping[Any, Argument]) -> str | None:
+        """Returns the number of elements of a shape, which is a tuple on JAX."""
+        shape = call.func.value if isinstance(call.func, ast.Attribute) else call
+        is_shape = isinstance(self._value(shape), torch.Size)
+        return self._options.spell(f"int(np.prod({self._render(shape)}))") if is_shape else None
 
     def _call_detach(self, call: ast.Call, args: list[Argument], named: Mapping[Any, Argument]) -> str | None:
         """Returns the tensor itself where autograd, and so `jax.vjp`, differentiates by the variable that gets it."""
@@ -783,6 +816,8 @@ class ExpressionRewriter:
             statement = self._file.parents[statement]
         targets = {x.id for x, _ in assignments(statement) if isinstance(x, ast.Name)}
         return args[0].text if targets & {x for r in self._regions for x in r.inputs} else None
+
+    _call_Variable = _call_detach  # noqa: N815
 
     def _call_type(self, call: ast.Call, args: list[Argument], named: Mapping[Any, Argument]) -> str | None:
         """Returns `y.type(name)`, where the name is one of torch for a tensor type, or a variable with `x.type()`."""

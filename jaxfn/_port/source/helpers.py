@@ -81,6 +81,16 @@ def at_index(x: jax.Array, axis: int, index: Any) -> Any:
     return x.at[(slice(None),) * (axis % x.ndim) + (index,)]
 
 
+def grad_and_value(function: Any, argnums: Any = 0, has_aux: bool = False) -> Any:
+    """Returns a function that returns the gradients, and then the value."""
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        value, gradients = jax.value_and_grad(function, argnums, has_aux)(*args, **kwargs)
+        return gradients, value
+
+    return run
+
+
 def pairs(values: Any, n: int) -> tuple[Any, ...]:
     """Returns a number for each of n axes."""
     return (values,) * n if isinstance(values, (int, float)) else tuple(values) * (n if len(values) == 1 else 1)

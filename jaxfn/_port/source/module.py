@@ -90,6 +90,7 @@ def write_module(
     once_differentiable: bool,
     note: str,
     compares_values: bool = False,
+    reads_values: bool = False,
 ) -> Module:
     """Writes the module that defines `function`, and the functions among `arguments`, for JAX.
 
@@ -101,9 +102,10 @@ def write_module(
       once_differentiable: Whether second derivatives are to raise.
       note: A sentence for the docstring of the module, if it is not empty.
       compares_values: Whether a line whose JAX code has other values than those that were observed raises an error.
+      reads_values: Whether the code may read the values of tensors, so that it runs outside `jax.jit` only.
     """
     names = _free_names(observation)
-    options = RewriteOptions(observation, strict, names, compares_values=compares_values)
+    options = RewriteOptions(observation, strict, names, compares_values=compares_values, reads_values=reads_values)
     options.draws = _drawing_functions(observation)
     writer = _Writer(options, function, once_differentiable, note)
     try:
@@ -273,7 +275,7 @@ class _Writer:
         rewriter = self._rewritten(file, node)
         if rewriter.draws:
             self._draws |= {node.name}
-        edits = _decorator_edits(file, node, self.options, inspect.unwrap(function) is function)
+        edits = _decorator_edits(file, node, self.options, _is_unchanged(function))
         parameters = inspect.signature(function).parameters.values() if callable(function) else ()
         defaults = [*node.args.defaults, *node.args.kw_defaults]
         values = [x.default for x in parameters if x.default is not x.empty or x.kind is x.KEYWORD_ONLY]
@@ -440,10 +442,19 @@ def _is_same(x: Any, y: Any) -> bool:
     return getattr(x, "__self__", x) is getattr(y, "__self__", y)
 
 
+def _is_unchanged(function: Any) -> bool:
+    """Whether decorators left a function as it is, or wrapped it by code of torch or Python alone (a cache)."""
+    while (inner := getattr(function, "__wrapped__", None)) is not None:
+        if is_user_function(function):
+            return False
+        function = inner
+    return True
+
+
 def _decorator_edits(
     file: SourceFile, node: ast.FunctionDef, options: RewriteOptions, is_unchanged: bool
 ) -> dict[Span, str]:
-    """Returns the edits of decorators; those that returned the function itself are removed."""
+    """Returns the edits of decorators; those that did not change the function are removed."""
     edits: dict[Span, str] = {}
     for decorator in node.decorator_list:
         called = decorator.func if isinstance(decorator, ast.Call) else decorator

@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import ast
 import copy
+import functools
 import inspect
 import linecache
+import re
 import sys
 import threading
 from collections.abc import Callable, Iterable, Mapping
@@ -17,6 +19,7 @@ from types import BuiltinFunctionType, CodeType, FunctionType, MethodType
 from typing import Any
 
 import torch
+from torch.autograd.function import FunctionCtx
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as torch_tree
 
@@ -42,6 +45,7 @@ _CONSTANT = "_jaxfn_is_constant"
 # The number of observed values of an expression that are stored, and of those with copies of tensors.
 _MAX_VALUES, _MAX_COPIES = 64, 2
 _CODE_LOCK = threading.RLock()
+_Cached = type(functools.cache(len))  # a function with `functools.lru_cache`
 
 
 @dataclass(frozen=True)
@@ -75,6 +79,7 @@ class ObservedRun:
       statements: The file and position of each statement that ran.
       functions: The file and definition of each function that was instrumented.
       stale: The reads of variables whose memory was updated through another variable, each with a message.
+      needs: The values of each `x.requires_grad`, each with the elements of `ctx.needs_input_grad`, by expression.
     """
 
     files: SourceFiles = field(default_factory=SourceFiles)
@@ -83,6 +88,7 @@ class ObservedRun:
     statements: set[tuple[str, int]] = field(default_factory=set)
     functions: dict[CodeType, tuple[SourceFile, FunctionNode]] = field(default_factory=dict)
     stale: dict[tuple[str, Span], str] = field(default_factory=dict)
+    needs: dict[tuple[str, Span], list[tuple[bool, dict[str, bool]]]] = field(default_factory=dict)
 
 
 def observe(function: Any, run: Callable[[], None], run_in_double: Callable[[], None]) -> ObservedRun:
@@ -175,6 +181,16 @@ class _Instrumentation(TorchFunctionMode):
         self.instrument(value)
         return value
 
+    def requires_grad(self, index: int, value: bool, variables: Mapping[str, Any]) -> bool:
+        """Records and returns the value of `x.requires_grad`."""
+        flags: dict[str, bool] = {
+            f"{name}.needs_input_grad[{i}]": flag
+            for name, ctx in variables.items()
+            for i, flag in enumerate(getattr(ctx, "needs_input_grad", ()) if isinstance(ctx, FunctionCtx) else ())
+        }
+        self.observation.needs.setdefault(self._spans[index], []).append((value, flags))
+        return self.value(index, value)
+
     def load(self, index: int, frame: object, name: str, value: Any) -> Any:
         """Records a variable's value, and whether its memory was updated after the variable was assigned."""
         if isinstance(value, torch.Tensor):
@@ -241,9 +257,11 @@ class _Instrumentation(TorchFunctionMode):
 
     def instrument(self, value: Any) -> None:
         """Instruments the code of a function or a class of the user's, if that is what `value` is."""
-        owner = getattr(value, "__self__", None)
-        if isinstance(value, (BuiltinFunctionType, MethodType)) and is_function_class(owner):
-            value = owner  # `apply`, or another method of a Function class.
+        if isinstance(value, _Cached):
+            value.cache_clear()  # Its results would hide the code.
+            value = value.__wrapped__
+        if isinstance(value, (BuiltinFunctionType, MethodType)) and is_function_class(value.__self__):
+            value = value.__self__  # `apply`, or another method of a Function class.
         elif isinstance(value, MethodType):
             value = value.__func__
         if isinstance(value, type):
@@ -253,7 +271,7 @@ class _Instrumentation(TorchFunctionMode):
             self._instrument_function(inspect.unwrap(value))
 
     def _instrument_function(self, function: Any) -> None:
-        if function.__code__ in self.observation.functions or not is_user_function(function):
+        if not is_user_function(function) or function.__code__ in self.observation.functions:
             return
         if any(function is old for old, _ in self._old_code):
             return
@@ -317,10 +335,13 @@ class _Instrument(ast.NodeTransformer):
     def __init__(self, hooks: _Instrumentation, file: SourceFile) -> None:
         self._hooks = hooks
         self._file = file
+        self._private = "__"  # the beginning of private names, as Python changes it in the class
         self._variables: set[str] = set()
         self._views: dict[str | None, str] = {}
 
     def function(self, node: FunctionNode) -> FunctionNode:
+        owner = self._file.enclosing_class(node)
+        self._private = f"_{owner.name.lstrip('_')}__" if owner is not None else "__"
         new = copy.deepcopy(node)
         if isinstance(new, ast.FunctionDef):
             new.decorator_list = []
@@ -341,7 +362,15 @@ class _Instrument(ast.NodeTransformer):
         call = self._call("value", index, visited)
         return ast.copy_location(call, node)
 
-    visit_Attribute = visit_Subscript = visit_Call = visit_BinOp = visit_UnaryOp = _expression  # noqa: N815
+    def visit_Attribute(self, node: ast.Attribute) -> Any:
+        if not node.attr.endswith("__"):  # The copy is compiled outside the class.
+            node.attr = re.sub("^__", self._private, node.attr)
+        visited = self._expression(node)
+        if node.attr == "requires_grad" and isinstance(visited, ast.Call):
+            return ast.copy_location(self._call("requires_grad", *visited.args, _locals()), node)
+        return visited
+
+    visit_Subscript = visit_Call = visit_BinOp = visit_UnaryOp = _expression  # noqa: N815
     visit_BoolOp = visit_Compare = visit_IfExp = visit_List = visit_Tuple = visit_Dict = _expression  # noqa: N815
     visit_ListComp = _expression  # noqa: N815
 

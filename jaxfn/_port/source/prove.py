@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 import itertools
 import linecache
 import sys
@@ -30,6 +31,13 @@ _RTOL_DOUBLE = 1e-9
 # The largest relative difference in single precision that may be rounding, if the results in double precision agree.
 _MAX_ROUNDING = 1e-2
 EXAMPLE = "the example"
+# A boolean index, a condition or a number, an array of NumPy, and an index of a list.
+_NEEDS_VALUES = (
+    jax.errors.NonConcreteBooleanIndexError,
+    jax.errors.ConcretizationTypeError,
+    jax.errors.TracerArrayConversionError,
+    jax.errors.TracerIntegerConversionError,
+)
 _PATH = ", rewritten for JAX>"
 # Compilation without optimization, which the comparison does not need.
 _COMPILER_OPTIONS = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
@@ -42,12 +50,14 @@ class Difference(NamedTuple):
       quantity: 0 for outputs, 1 for gradients, 2 for second derivatives.
       group: The group of samples in which it was found.
       sample: The sample.
+      reads_values: Whether it is an error of JAX, that a value is needed which is known outside `jax.jit` only.
     """
 
     quantity: int
     group: Group
     text: str
     sample: Example
+    reads_values: bool = False
 
 
 class Group(NamedTuple):
@@ -89,6 +99,10 @@ def port_value(value: Any, module: types.ModuleType) -> Any:
         return numpy_dtype(value)
     if isinstance(value, torch.device):
         return str(value)
+    if isinstance(value, torch.Size):
+        return tuple(value)
+    if isinstance(value, enum.Enum) and hasattr(module, type(value).__name__):
+        return getattr(module, type(value).__name__)[value.name]
     if is_user_function(value) or is_function_class(value):
         return getattr(module, value.__name__)
     if type(value).__module__.partition(".")[0] == "torch" or (getattr(value, "__module__", None) or "").startswith(
@@ -100,19 +114,19 @@ def port_value(value: Any, module: types.ModuleType) -> Any:
     return value
 
 
-def make_groups(examples: Sequence[Example], sizes: Sequence[Example]) -> Iterator[Group]:
-    """Yields the groups of samples."""
+def make_groups(examples: Sequence[Example], sizes: Sequence[Example], reads_values: bool) -> Iterator[Group]:
+    """Yields the groups of samples; with `reads_values`, those of which each is traced, with fewer values."""
     for example in examples:
-        inexact = example.inexact
-        yield Group(EXAMPLE, example, tuple(inexact), False, False, True)
-        for wanted in subsets(inexact):
-            if wanted and wanted != tuple(inexact):
+        inputs = tuple(example.differentiable)
+        yield Group(EXAMPLE, example, inputs, False, False, True)
+        for wanted in subsets(inputs):
+            if wanted and wanted != inputs:
                 what = f"the derivative by input {', '.join(map(str, wanted))} alone"
                 yield Group(what, example, wanted, False, False, False)
-        yield Group("x64", example, tuple(inexact), True, False, False)
-        yield Group("double precision", example.map(in_double, inexact), tuple(inexact), True, True, False)
+        yield Group("x64", example, inputs, True, False, False)
+        yield Group("double precision", example.map(in_double, example.inexact), inputs, True, True, False)
     for example in sizes:
-        yield Group("another size", example, tuple(example.inexact), False, False, True)
+        yield Group("another size", example, tuple(example.differentiable), False, False, not reads_values)
 
 
 def in_double(x: Any) -> Any:
@@ -127,18 +141,23 @@ class Proof:
     Attributes:
       oracle: The converted code, a function of arrays.
       name: The name of the function in the written modules.
+      key_name: The name of the parameter of the converted code that takes a random key.
       constants: Numbers at which the code may have ties.
       is_valid: Whether torch accepts an example.
       methods: Which of `jvp` and `vmap` the Function defines.
       rounds: Whether the code computes in single precision if its inputs are in double precision.
+      reads_values: Whether the code reads the values of tensors, so that neither side is compiled, and loops may not
+        end at NaN and infinity.
     """
 
     oracle: Callable[..., Any]
     name: str
+    key_name: str
     constants: Sequence[float]
     is_valid: Callable[[Example], bool]
     methods: Sequence[str]
     rounds: bool
+    reads_values: bool = False
     _orders: dict[int, int] = field(default_factory=dict)
     _samples: dict[int, list[tuple[str, Example]]] = field(default_factory=dict)
 
@@ -166,12 +185,14 @@ class Proof:
             with warnings.catch_warnings(), jax.enable_x64(group.x64):
                 warnings.simplefilter("ignore")
                 found = self._compare(group, port, loaded, module.draws, min(order, self.order(group)))
+            if self.reads_values:
+                jax.clear_caches()  # JAX keeps the program of each operation that runs outside `jit`.
             if found is not None:
                 return found
         return None
 
     def _oracle_program(self, group: Group) -> _Program:
-        return _Program(self.oracle, group.example, group.wanted, {"key": jax.random.key(7)})
+        return _Program(self.oracle, group.example, group.wanted, {self.key_name: jax.random.key(7)}, self.reads_values)
 
     def _compare(
         self, group: Group, port: Callable[..., Any], loaded: Any, draws: bool, order: int
@@ -181,12 +202,13 @@ class Proof:
         options = {"key": jax.random.key(7)} if draws else {}
         statics = [i for i in range(len(group.example.leaves)) if i not in group.example.arrays]
         ported = group.example.map(lambda x: port_value(x, loaded), statics)
-        ours, theirs = _Program(port, ported, group.wanted, options), self._oracle_program(group)
+        ours = _Program(port, ported, group.wanted, options, self.reads_values)
+        theirs = self._oracle_program(group)
         for i in range(order + 1):
             error = ours.error(group.example, i)
             if error is not None:
                 text = f"{type(error).__name__}: {(str(error).strip() or '-').splitlines()[0]}{_written_line(error)}"
-                return Difference(i, group, text, group.example)
+                return Difference(i, group, text, group.example, isinstance(error, _NEEDS_VALUES))
         if group.what == EXAMPLE and order == 1 and ours.error(group.example, 2) is None:
             return Difference(2, group, "the converted Function has none", group.example)
         arrays, run = ours.arrays(group.example), partial(_Program.run, order=order)
@@ -197,7 +219,7 @@ class Proof:
                 by_method, _ = _compile(getattr(_Program, f"outputs_by_{method}"), ours, theirs, arrays)
                 if (text := _difference(*by_method(arrays))) is not None:
                     return Difference(0, group, f"{text}, by {method}", group.example)
-        for what, sample in self._samples_of(group):
+        for what, sample in self.samples_of(group):
             if is_finite_only and what in ("at NaN", "at infinity"):
                 continue
             found, expected = compiled(ours.arrays(sample))
@@ -211,10 +233,11 @@ class Proof:
                     return Difference(quantity, group, f"{text}, {what}", sample)
         return None
 
-    def _samples_of(self, group: Group) -> list[tuple[str, Example]]:
+    def samples_of(self, group: Group) -> list[tuple[str, Example]]:
         """Returns the samples of a group that torch accepts."""
         if id(group) not in self._samples:
-            found = variations(group.example, self.constants) if group.varies else [("at the example", group.example)]
+            found = list(variations(group.example, self.constants))[: None if group.varies else 1]
+            found = [x for x in found if not self.reads_values or x[0] not in ("at NaN", "at infinity")]
             self._samples[id(group)] = [x for i, x in enumerate(found) if not i or self.is_valid(x[1])]
         return self._samples[id(group)]
 
@@ -238,11 +261,13 @@ class _Program(NamedTuple):
     example: Example
     wanted: Sequence[int]
     options: dict[str, Any]
+    is_eager: bool
 
     def error(self, example: Example, order: int) -> Exception | None:
-        """Returns the error of derivatives up to an order, as JAX traces them."""
+        """Returns the error of derivatives up to an order, as JAX traces them, or runs them."""
         try:
-            jax.eval_shape(partial(self.run, order=order), self.arrays(example))
+            run, arrays = partial(self.run, order=order), self.arrays(example)
+            _ = _eagerly(run)(arrays) if self.is_eager else jax.eval_shape(run, arrays)
         except Exception as error:
             return error
         return None
@@ -313,14 +338,26 @@ def _weights(x: jax.Array, seed: int) -> jax.Array:
     return jnp.asarray(numbers, x.dtype)
 
 
+def _eagerly(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns a function that runs one operation after the other, and compiles none of the functions inside."""
+
+    def run(arrays: Sequence[jax.Array]) -> Any:
+        with jax.disable_jit():
+            return function(arrays)
+
+    return run
+
+
 def _compile(
     run: Callable[..., Any], ours: _Program, theirs: _Program, arrays: Sequence[jax.Array]
 ) -> tuple[Callable[..., Any], bool]:
-    """Compiles what `run` returns of both; returns also whether they are defined for finite numbers only."""
+    """Compiles what `run` returns of both, if it can; returns also whether they are defined for finite numbers only."""
 
     def both(xs: Sequence[jax.Array]) -> tuple[Any, Any]:
         return run(ours, xs), run(theirs, xs)
 
+    if ours.is_eager:
+        return _eagerly(both), True
     options: Any = _COMPILER_OPTIONS
     traced = jax.jit(both).trace(arrays)
     is_finite_only = any(map(_is_finite_only, all_eqns(traced.jaxpr.jaxpr)))

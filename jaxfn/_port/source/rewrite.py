@@ -23,7 +23,7 @@ from jaxfn._port.source.expressions import (
 )
 from jaxfn._port.source.observe import ObservedTensor
 from jaxfn._port.source.source_file import Span, bound_names, is_importable, root_name
-from jaxfn._port.source.spelling import NoRuleError, fill
+from jaxfn._port.source.spelling import NoRuleError, ReadsValuesError, fill
 from jaxfn._port.source.table import Argument
 from jaxfn._port.source.typecheck import OtherValuesError
 from jaxfn._port.source.vjp_regions import Region, gradient_of
@@ -271,8 +271,8 @@ class FunctionRewriter(ExpressionRewriter):
     def _branch(self, test: ast.expr) -> None:
         parts = [test.operand] if isinstance(test, ast.UnaryOp) else getattr(test, "values", [test])
         for part in parts:
-            if self._is_tensor(part):
-                raise NoRuleError("a branch depends on the value of a tensor; use torch.where")
+            if self._is_tensor(part) and not self._options.reads_values:
+                raise ReadsValuesError("a branch depends on the value of a tensor; use torch.where")
         self._replace_expression(test)
 
     def _if(self, s: ast.If) -> None:

@@ -225,6 +225,7 @@ flatten ravel(input) => {input}.reshape(-1)
 flatten(input, start_dim: int = 0, end_dim: -1 = -1) => {input}.reshape(*{input}.shape[:{start_dim}], -1)
 flatten(input, start_dim: int = 0, end_dim: int = -1) => flatten({input}, {start_dim:0}, {end_dim:-1})
 flip tile(input, *dims) => jnp.NAME({input}, {dims})
+flip tile(input, dims) => jnp.NAME({input}, tuple({dims}))
 fliplr flipud squeeze(input) => jnp.NAME({input})
 sum_to_size(input, *size) => sum_to_shape({input}, {size})
 column_stack dstack hstack vstack(tensors) => jnp.NAME({tensors})
@@ -469,7 +470,7 @@ bfloat16 byte:uint8 cfloat:complex64 char:int8 float:float32 half:float16 int:in
     {input}.astype(jnp.NAME)
 bool double:float long:int(input) => {input}.astype(NAME)
 clone(input) => {input} => jnp.array({input}, copy=True)
-Variable(data) => {data}
+Variable(data) => {data} => lax.stop_gradient({data})
 contiguous cpu resolve_conj resolve_neg to(input) => {input}
 cuda(input, device=None) => {input}
 detach(input) => {input} => lax.stop_gradient({input})
@@ -498,7 +499,10 @@ Size(sizes) => tuple({sizes})
 broadcast_shapes(*shapes) => jnp.broadcast_shapes({shapes_args})
 finfo iinfo(type) => jnp.NAME({type})
 is_available is_autocast_enabled(device_type="cuda") => False
+is_scripting is_tracing is_in_onnx_export _are_functorch_transforms_active() => False
 is_grad_enabled() => True
+mark_dynamic(t, index) => None
+grad_and_value(func, argnums=0, has_aux=False) => grad_and_value({func}, {argnums:0}, {has_aux:False})
 """
 
 RANDOM = """
@@ -550,7 +554,7 @@ IGNORED = frozenset(
 )
 # Functions for which nothing is to be written. (An input that is marked dirty gets a new value in JAX.)
 DROPPED_STATEMENTS = frozenset(
-    {"requires_grad_", "_assert_async", "synchronize", "empty_cache", "retain_grad", "mark_dirty"}
+    {"requires_grad_", "_assert_async", "synchronize", "empty_cache", "retain_grad", "mark_dirty", "mark_dynamic"}
 )
 
 _FUNCTIONS = ELEMENTWISE, CLAMPS, ACTIVATIONS, REDUCTIONS, SHAPES, INDEXING, LINEAR_ALGEBRA, LAYERS

@@ -18,10 +18,15 @@ _NUM_SIZES = 2
 
 
 class Example(NamedTuple):
-    """The arguments of a call: a flat list of NumPy arrays and other values, and the structure that they are in."""
+    """The arguments of a call: a flat list of NumPy arrays and other values, and the structure that they are in.
+
+    Attributes:
+      without_gradient: The indices of floating-point arrays for whose gradient the code raises an error.
+    """
 
     leaves: list[Any]
     structure: Any
+    without_gradient: tuple[int, ...] = ()
 
     @staticmethod
     def of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Example:
@@ -38,6 +43,11 @@ class Example(NamedTuple):
     def inexact(self) -> list[int]:
         """The indices of the floating-point and complex arrays."""
         return [i for i in self.arrays if jax.numpy.issubdtype(self.leaves[i].dtype, jax.numpy.inexact)]
+
+    @property
+    def differentiable(self) -> list[int]:
+        """The indices of the arrays that the code is differentiated by."""
+        return [i for i in self.inexact if i not in self.without_gradient]
 
     def map(self, function: Callable[[Any], Any], indices: Iterable[int]) -> Example:
         """Returns the example with some leaves replaced."""

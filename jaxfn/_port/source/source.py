@@ -9,6 +9,7 @@ from contextlib import suppress
 from functools import partial
 from typing import Any
 
+import jax
 import numpy as np
 import torch
 from torch.utils import _pytree as torch_tree
@@ -17,8 +18,9 @@ from jaxfn._port.source.module import Module, write_module
 from jaxfn._port.source.observe import ObservedRun, ObservedTensor, is_function_class, observe
 from jaxfn._port.source.prove import Difference, Proof, in_double, make_groups
 from jaxfn._port.source.samples import Example, other_sizes, subsets
+from jaxfn._port.source.spelling import ReadsValuesError
 from jaxfn._port.source.typecheck import OtherValuesError
-from jaxfn._torch.values.errors import TranslationError
+from jaxfn._torch.values.errors import DataDependentError, TranslationError
 
 # More calls with strict spellings than these are not tried one by one.
 _MAX_ALTERNATIVES = 12
@@ -27,6 +29,7 @@ _MAX_ALTERNATIVES = 12
 def write_source(
     function: Any,
     oracle: Callable[..., Any],
+    key_name: str,
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
     examples: Sequence[Sequence[Any]],
@@ -36,6 +39,7 @@ def write_source(
     Args:
       function: The torch Function class, or the Python function.
       oracle: Its conversion, a function of arrays.
+      key_name: The name of the parameter of the conversion that takes a random key.
       args: The arguments of a call.
       kwargs: The keyword arguments of that call.
       examples: The arguments of more calls.
@@ -44,43 +48,81 @@ def write_source(
       TranslationError: A statement has no rule, or the results differ.
     """
     flat = [Example.of(args, kwargs), *(Example.of(tuple(example), {}) for example in examples)]
+    try:
+        return _write_source(function, oracle, key_name, flat, reads_values=False)
+    except TranslationError as error:
+        if not isinstance(error, DataDependentError) and not isinstance(error.__cause__, ReadsValuesError):
+            raise
+    try:
+        return _write_source(function, oracle, key_name, flat, reads_values=True)
+    finally:
+        jax.clear_caches()
+
+
+def _write_source(
+    function: Any, oracle: Callable[..., Any], key_name: str, flat: list[Example], reads_values: bool
+) -> str:
+    """Returns the text of the module, of code that may read the values of tensors or not."""
     is_class = is_function_class(function)
     call = function.apply if is_class else function
     flat = [x if _is_valid(call, x) else x.map(_as_int64, x.arrays) for x in flat]
+    flat = [x if _is_valid(call, x) else _with_fewer_gradients(call, x) for x in flat]
     sizes = [x for example in flat for x in other_sizes(example, lambda x: _is_valid(call, x))]
-    methods = [x for x in ("jvp", "vmap") if is_class and _accepts(partial(_run_method, function, x, flat[0]))]
+    methods = ["jvp"] if reads_values else ["jvp", "vmap"]  # All of a batch would have to have the same values.
+    methods = [x for x in methods if is_class and _accepts(partial(_run_method, function, x, flat[0]))]
     run_in_double = partial(_run_in_double, function, methods, flat)
-    observation = observe(function, partial(_run_all, function, methods, flat, sizes), run_in_double)
+    run_all = partial(_run_all, function, methods, flat, sizes)
+    observation = observe(function, run_all, run_in_double)
     if is_class and not _ran_each_backward(observation):
-        run = partial(_run_all, function, methods, flat, sizes, is_inside=True)
-        observation = observe(function, run, run_in_double)
+        run_all = partial(run_all, is_inside=True)
+        observation = observe(function, run_all, run_in_double)
     statics = [x for example in flat for i, x in enumerate(example.leaves) if i not in example.arrays]
-    groups = list(make_groups(flat, sizes))
+    groups = list(make_groups(flat, sizes, reads_values))
     constants = _constants(observation, statics)
     rounds = any(map(_is_single, observation.in_double.values()))
-    proof = Proof(oracle, function.__name__, constants, lambda x: _is_valid(call, x), methods, rounds)
+    is_valid = partial(_is_valid, call)
+    proof = Proof(oracle, function.__name__, key_name, constants, is_valid, methods, rounds, reads_values)
     order = proof.order(groups[0])
     if order < 1:
         _check_order(function, proof, groups[0], order)
-    # Derivatives that cannot be compared raise.
-    once_differentiable = is_class and order == 1
+    if reads_values:  # which choose other branches at other samples
+        sizes += [sample for group in groups for _, sample in proof.samples_of(group) if not group.x64]
+        observation = observe(function, run_all, run_in_double)
 
     has_sizes = any(x.leaves[i].ndim for x in flat for i in x.arrays)
-    note = "It was compared with torch at the example's sizes alone, since torch accepts no others."
-    note = note if has_sizes and not sizes else ""
+    without = ", ".join(map(str, flat[0].without_gradient))
+    notes = {
+        "It was compared with torch at the example's sizes alone, since torch accepts no others.": (
+            has_sizes and not sizes
+        ),
+        "It reads the values of arrays, and so it runs outside `jax.jit` only.": reads_values,
+        f"For a gradient with respect to input {without} it raises an error.": bool(without),
+    }
+    note = " ".join(text for text, applies in notes.items() if applies)
 
-    def write(strict: Any) -> tuple[Module, Difference | None]:
-        module = write_module(function, observation, strict, statics, once_differentiable, note)
+    def write(strict: Any, order: int) -> tuple[Module, Difference | None]:
+        # Derivatives that cannot be compared raise.
+        module = write_module(
+            function, observation, strict, statics, is_class and order == 1, note, reads_values=reads_values
+        )
         return module, proof.first_difference(module, groups, order)
 
-    module, difference = write(())
-    if difference is None:
-        return module.text
-    module, strict_difference = write(None)
-    if strict_difference is not None:
-        line = _line(function, strict_difference, lambda x: _run(call, x, x.inexact), statics)
-        raise TranslationError(_message(function, strict_difference) + line)
-    return _with_fewest_strict(module, write)
+    difference: Difference | None = None
+    for highest in (2, 1)[2 - order :] if order > 0 else (order,):
+        module, difference = write((), highest)
+        if difference is None:
+            return module.text
+        module, difference = write(None, highest)
+        if difference is None:
+            return _with_fewest_strict(module, partial(write, order=highest))
+        if not (reads_values and difference.reads_values and difference.quantity == 2):
+            break  # Otherwise JAX does not know the values in second derivatives.
+    assert difference is not None
+    message = _message(function, difference)
+    if difference.reads_values:
+        raise TranslationError(message) from ReadsValuesError()
+    line = _line(function, difference, lambda x: _run(call, x, x.differentiable), statics, reads_values)
+    raise TranslationError(message + line)
 
 
 def _check_order(function: Any, proof: Proof, group: Any, order: int) -> None:
@@ -113,13 +155,19 @@ def _message(function: Any, difference: Difference) -> str:
     )
 
 
-def _line(function: Any, difference: Difference, run: Callable[[Example], None], statics: Sequence[Any]) -> str:
+def _line(
+    function: Any,
+    difference: Difference,
+    run: Callable[[Example], None],
+    statics: Sequence[Any],
+    reads_values: bool,
+) -> str:
     """Returns the line of torch code whose JAX code has other values for a sample, as part of a message."""
     try:
         with warnings.catch_warnings(), torch.random.fork_rng(), torch.enable_grad():
             warnings.simplefilter("ignore")
             observation = observe(function, lambda: run(difference.sample), lambda: None)
-        write_module(function, observation, None, statics, False, "", compares_values=True)
+        write_module(function, observation, None, statics, False, "", compares_values=True, reads_values=reads_values)
     except TranslationError as error:
         is_found = isinstance(error.__context__, OtherValuesError)
         return "\n" + str(error).removeprefix("the source cannot be rewritten: ") if is_found else ""
@@ -133,8 +181,17 @@ def _as_int64(x: Any) -> Any:
     return x.astype(np.int64) if x.dtype == np.int32 else x
 
 
+def _with_fewer_gradients(call: Callable[..., Any], example: Example) -> Example:
+    """Returns the example without gradients for which the code raises an error, if it raises none for the others."""
+    for wanted in sorted(subsets(example.inexact), key=len, reverse=True):
+        fewer = example._replace(without_gradient=tuple(i for i in example.inexact if i not in wanted))
+        if wanted and _is_valid(call, fewer):
+            return fewer
+    return example
+
+
 def _is_valid(call: Callable[..., Any], example: Example) -> bool:
-    return _accepts(lambda: _run(call, example, example.inexact))
+    return _accepts(lambda: _run(call, example, example.differentiable))
 
 
 def _accepts(run: Callable[[], None]) -> bool:
@@ -170,16 +227,17 @@ def _run_all(
     with warnings.catch_warnings(), torch.random.fork_rng(), torch.enable_grad():
         warnings.simplefilter("ignore")
         for example in examples:
-            for wanted in subsets(example.inexact):
-                with suppress(*([Exception] if len(wanted) < len(example.inexact) else [])):  # Not all code accepts it.
+            for wanted in subsets(example.differentiable):
+                is_all = len(wanted) == len(example.differentiable)
+                with suppress(*([] if is_all else [Exception])):  # Not all code accepts it.
                     _run(call, example, wanted)
             for method in methods:
                 _run_method(function, method, example)
         for example in sizes:
-            _run(call, example, tuple(example.inexact))
+            _run(call, example, example.differentiable)
         for example in examples if is_inside else ():
             with suppress(Exception):  # The code may update its inputs in place.
-                _run(partial(_call_forward, function), example, tuple(example.inexact))
+                _run(partial(_call_forward, function), example, example.differentiable)
 
 
 def _call_forward(function: Any, *args: Any, **kwargs: Any) -> Any:

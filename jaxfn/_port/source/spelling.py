@@ -12,6 +12,10 @@ class NoRuleError(Exception):
     """A part of the code cannot be rewritten. The caller adds the line."""
 
 
+class ReadsValuesError(NoRuleError):
+    """A part of the code needs the values of tensors, which they have outside `jax.jit` only."""
+
+
 def parse_expression(text: str) -> ast.expr:
     """Parses an expression or index, which may span lines."""
     expression = ast.parse(f"_[\n{text}\n]", mode="eval").body
