@@ -294,6 +294,9 @@ def test_the_state_of_the_code_is_unchanged():
     names = set(vars(samples))
     source_of(samples.Tanh, normal(3))
     assert samples.Tanh.forward.__code__ is code and set(vars(samples)) == names
+    with pytest.raises(jaxfn.TranslationError):
+        source_of(samples.ReadsRegistry, normal(3))
+    assert samples.registry() == {"scale": 3.0}
 
 
 @row("H18")

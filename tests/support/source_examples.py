@@ -613,7 +613,7 @@ class NoRule(Function):
 class ByTheScaleAlone(Function):
     @staticmethod
     def forward(ctx, x, scale):
-        if ctx.needs_input_grad[0]:
+        if x.requires_grad:
             raise RuntimeError("there is no gradient of x")
         ctx.save_for_backward(x)
         return x * scale
@@ -622,6 +622,57 @@ class ByTheScaleAlone(Function):
     def backward(ctx, grad_output):
         (x,) = ctx.saved_tensors
         return None, (grad_output * x).sum()
+
+
+@functools.lru_cache
+def registry():
+    return {}
+
+
+registry()["scale"] = 3.0
+
+
+@not_supported("the cache of registry has objects that may change", normal(3))
+class ReadsRegistry(Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x * registry().get("scale", 1.0)
+
+    @staticmethod
+    def backward(ctx, grad_output):
+        return grad_output
+
+
+@functools.singledispatch
+def factor_of(kind):
+    return 1.0
+
+
+@not_supported("the decorator singledispatch has no rule", normal(3), 2.5)
+class Dispatches(Function):
+    @staticmethod
+    def forward(ctx, x, kind):
+        return x * factor_of(kind)
+
+    @staticmethod
+    def backward(ctx, grad_output):
+        return grad_output, None
+
+
+@not_supported("whether this tensor requires a gradient depends on the call", normal(5) + 2, normal(5))
+class SavesTheLargerFirst(Function):
+    @staticmethod
+    def forward(ctx, x, y):
+        ctx.is_first = bool(x.max() > y.max())
+        ctx.save_for_backward(*((x, y) if ctx.is_first else (y, x)))
+        return x * y
+
+    @staticmethod
+    def backward(ctx, grad_output):
+        large, small = ctx.saved_tensors
+        of_large = grad_output * small if large.requires_grad else None
+        of_small = grad_output * large if small.requires_grad else None
+        return (of_large, of_small) if ctx.is_first else (of_small, of_large)
 
 
 @reads_values(normal(3))
@@ -670,6 +721,9 @@ class Rounding(enum.Enum):
     DOWN = 1
 
 
+FACTORS = {Rounding.NEAREST: 1.0, Rounding.DOWN: 3.0}
+
+
 @functools.lru_cache
 def powers(n):
     return tuple(2**i for i in range(n))
@@ -691,7 +745,7 @@ class RoundsBy(Function):
     def forward(ctx, x, rounding):
         size = x.shape[1:].numel()
         top = x.abs().max(dim=-1, keepdim=True).values.clamp_(min=1e-3) + largest(x, 0.5)
-        y = x * powers(3)[2]
+        y = x * powers(3)[2] * FACTORS[rounding]
         return (y.floor() if rounding == Rounding.DOWN else y.round()) * size / top
 
     @staticmethod
@@ -699,9 +753,9 @@ class RoundsBy(Function):
         return torch.autograd.Variable(torch.flip(grad_output, dims=[-1])) * 2, None
 
 
-@written(normal(3, 4))
+@reads_values(normal(3, 4))
 class ScalesByItem(Function):
-    """A number of a tensor, whose value nothing needs."""
+    """A number of a tensor, which has other bits than the tensor."""
 
     @staticmethod
     def forward(ctx, x):

@@ -779,9 +779,7 @@ class ExpressionRewriter:
         """Returns a call that reads values."""
         reads_values, name = self._options.reads_values, callee_name(call)
         if not reads_values and not self._is_constant(args[0].node):
-            if name != "item" or args[0].value.ndim:
-                raise ReadsValuesError(_READS_VALUE)
-            return self._options.spell(f"lax.stop_gradient({args[0].text})")  # a number, if nothing needs its value
+            raise ReadsValuesError(_READS_VALUE)
         text = args[0].text if reads_values else self._in_numpy(args[0].node)
         if name != "nonzero":
             return f"{as_operand(text)}.{name}()"
@@ -800,7 +798,9 @@ class ExpressionRewriter:
         """Returns the elements that a mask selects."""
         if not self._options.reads_values:
             raise ReadsValuesError(_SELECTS)
-        x, mask = (*args, *named.values())
+        x, mask = (*args, *(named[name] for name in ("input", "mask") if name in named))
+        if x.value.shape != mask.value.shape:
+            raise NoRuleError("masked_select of another shape than the mask's has no rule; write x[mask]")
         return f"{as_operand(x.text)}[{mask.text}]"
 
     def _call_numel(self, call: ast.Call, args: list[Argument], named: Mapping[Any, Argument]) -> str | None:

@@ -5,10 +5,12 @@ from __future__ import annotations
 import ast
 import builtins
 import collections
+import enum
 import importlib.util
 import inspect
 import itertools
 import json
+import os
 import re
 import sys
 import textwrap
@@ -20,6 +22,7 @@ from pathlib import Path
 from types import CodeType
 from typing import Any, NamedTuple
 
+import jax
 import numpy as np
 import torch
 
@@ -32,7 +35,14 @@ from jaxfn._port.source.expressions import (
     code_of_function,
     is_torchs,
 )
-from jaxfn._port.source.observe import ObservedRun, is_function_class, is_user_class, is_user_function
+from jaxfn._port.source.observe import (
+    Cached,
+    ObservedRun,
+    ObservedTensor,
+    is_function_class,
+    is_user_class,
+    is_user_function,
+)
 from jaxfn._port.source.rewrite import FunctionRewriter, jax_annotation
 from jaxfn._port.source.source_file import FunctionNode, SourceFile, Span, bound_names, is_importable
 from jaxfn._port.source.table import table
@@ -53,6 +63,7 @@ _IMPORTS = {
 _REMOVED_DECORATORS = frozenset(
     {"no_grad", "enable_grad", "custom_fwd", "custom_bwd", "compile", "ignore", "unused", "disable", "allow_in_graph"}
 )
+_TORCH_FOLDER = os.path.join(os.path.dirname(torch.__file__), "")
 _KEPT_DECORATORS = frozenset({"staticmethod", "classmethod"})
 _Definition = ast.FunctionDef | ast.ClassDef | ast.Assign
 _DERIVATIVES = ("backward", "vjp", "jvp")
@@ -275,7 +286,7 @@ class _Writer:
         rewriter = self._rewritten(file, node)
         if rewriter.draws:
             self._draws |= {node.name}
-        edits = _decorator_edits(file, node, self.options, _is_unchanged(function))
+        edits = _decorator_edits(file, node, self.options, function)
         parameters = inspect.signature(function).parameters.values() if callable(function) else ()
         defaults = [*node.args.defaults, *node.args.kw_defaults]
         values = [x.default for x in parameters if x.default is not x.empty or x.kind is x.KEYWORD_ONLY]
@@ -443,16 +454,28 @@ def _is_same(x: Any, y: Any) -> bool:
 
 
 def _is_unchanged(function: Any) -> bool:
-    """Whether decorators left a function as it is, or wrapped it by code of torch or Python alone (a cache)."""
+    """Whether decorators left a function as it is, or those of torch wrapped it."""
     while (inner := getattr(function, "__wrapped__", None)) is not None:
-        if is_user_function(function):
+        if not getattr(getattr(function, "__code__", None), "co_filename", "").startswith(_TORCH_FOLDER):
             return False
         function = inner
     return True
 
 
+def _keeps_cache(file: SourceFile, node: ast.FunctionDef, options: RewriteOptions) -> bool:
+    """Whether a function with a cache returns Python's values, not tensors, which JAX may trace."""
+    returns = [n.value for n in ast.walk(node) if isinstance(n, ast.Return) and n.value is not None]
+    values = [x for n in returns for x in options.observation.values.get((file.path, file.span(n)), [])]
+    leaves = jax.tree_util.tree_leaves(tuple(values), is_leaf=lambda x: isinstance(x, (list, dict)))
+    if any(not isinstance(x, (bool, int, float, complex, str, torch.dtype, ObservedTensor)) for x in leaves):
+        raise TranslationError(
+            f"the source cannot be rewritten: the cache of {node.name} has objects that may change{file.line(node)}"
+        )
+    return not any(isinstance(x, ObservedTensor) for x in leaves)
+
+
 def _decorator_edits(
-    file: SourceFile, node: ast.FunctionDef, options: RewriteOptions, is_unchanged: bool
+    file: SourceFile, node: ast.FunctionDef, options: RewriteOptions, function: Any
 ) -> dict[Span, str]:
     """Returns the edits of decorators; those that did not change the function are removed."""
     edits: dict[Span, str] = {}
@@ -460,11 +483,12 @@ def _decorator_edits(
         called = decorator.func if isinstance(decorator, ast.Call) else decorator
         name = called.attr if isinstance(called, ast.Attribute) else getattr(called, "id", "")
         assert decorator.end_lineno is not None
+        is_cache = isinstance(function, Cached) and name in ("cache", "lru_cache")
         if name == "once_differentiable":
             edits[file.span(decorator)] = f"{options.names['jaxfn']}.once_differentiable"
-        elif name in _KEPT_DECORATORS:
+        elif name in _KEPT_DECORATORS or (is_cache and _keeps_cache(file, node, options)):
             continue
-        elif is_unchanged or name in _REMOVED_DECORATORS or node.name == "symbolic":
+        elif is_cache or _is_unchanged(function) or name in _REMOVED_DECORATORS or node.name == "symbolic":
             edits[file.line_span(decorator.lineno, decorator.end_lineno)] = ""
         else:
             line = file.line(decorator)
@@ -630,7 +654,8 @@ def _literal(name: str, value: Any, where: str, classes: dict[str, type]) -> str
         items = ", ".join(_literal(name, x, where, classes) for x in value)
         return f"({items}{',' * (len(value) == 1)})" if isinstance(value, tuple) else f"[{items}]"
     if isinstance(value, dict):
-        return f"{{{', '.join(f'{_key(k)}: {_literal(name, v, where, classes)}' for k, v in value.items())}}}"
+        items = [(_key(k, classes), _literal(name, v, where, classes)) for k, v in value.items()]
+        return f"{{{', '.join(f'{key}: {item}' for key, item in items)}}}"
     kind = type(value).__name__ + (f" of {value.numel()} elements" if isinstance(value, torch.Tensor) else "")
     raise TranslationError(
         f"the source of {where} cannot be rewritten: {name} is a {kind} outside the function. Pass it as an argument"
@@ -664,7 +689,10 @@ def _array_text(value: torch.Tensor) -> str:
     return f"np.array({numbers}, {dtype})"
 
 
-def _key(value: Any) -> str:
+def _key(value: Any, classes: dict[str, type]) -> str:
+    if isinstance(value, enum.Enum) and is_user_class(type(value)):
+        classes[type(value).__name__] = type(value)
+        return f"{type(value).__name__}({value.value!r})"
     return f"jnp.dtype({dtype_text(value)})" if isinstance(value, torch.dtype) else repr(value)
 
 

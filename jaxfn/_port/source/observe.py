@@ -45,7 +45,7 @@ _CONSTANT = "_jaxfn_is_constant"
 # The number of observed values of an expression that are stored, and of those with copies of tensors.
 _MAX_VALUES, _MAX_COPIES = 64, 2
 _CODE_LOCK = threading.RLock()
-_Cached = type(functools.cache(len))  # a function with `functools.lru_cache`
+Cached = type(functools.cache(len))  # a function with `functools.lru_cache`
 
 
 @dataclass(frozen=True)
@@ -147,7 +147,7 @@ class _Instrumentation(TorchFunctionMode):
         self._spans: list[tuple[str, Span]] = []
         self._old_code: list[tuple[FunctionType, CodeType]] = []
         self._globals: list[dict[str, Any]] = []
-        self._scripted: list[tuple[dict[str, Any], str, Any]] = []
+        self._replaced: list[tuple[dict[str, Any], str, Any]] = []
         self._updates: dict[int | None, int] = {}
         self._bindings: dict[tuple[object, str], tuple[Any, int | None]] = {}
         self._new_names: dict[object, tuple[str, ...]] = {}
@@ -257,9 +257,6 @@ class _Instrumentation(TorchFunctionMode):
 
     def instrument(self, value: Any) -> None:
         """Instruments the code of a function or a class of the user's, if that is what `value` is."""
-        if isinstance(value, _Cached):
-            value.cache_clear()  # Its results would hide the code.
-            value = value.__wrapped__
         if isinstance(value, (BuiltinFunctionType, MethodType)) and is_function_class(value.__self__):
             value = value.__self__  # `apply`, or another method of a Function class.
         elif isinstance(value, MethodType):
@@ -285,10 +282,11 @@ class _Instrumentation(TorchFunctionMode):
         self._globals.append(function.__globals__)
         function.__globals__[_HOOKS] = self
         function.__code__ = code
-        for name in function.__code__.co_names:  # TorchScript runs compiled code; its Python code can be observed.
+        for name in function.__code__.co_names:  # Compiled code and cached results cannot be observed; Python code can.
             value = function.__globals__.get(name)
-            if (python_function := scripted_function(value)) is not value:
-                self._scripted.append((function.__globals__, name, value))
+            python_function = value.__wrapped__ if isinstance(value, Cached) else scripted_function(value)
+            if python_function is not value:
+                self._replaced.append((function.__globals__, name, value))
                 function.__globals__[name] = python_function
 
     def index(self, path: str, span: Span) -> int:
@@ -300,7 +298,7 @@ class _Instrumentation(TorchFunctionMode):
         """Gives all functions their own code again."""
         for function, code in self._old_code:
             function.__code__ = code
-        for names, name, value in self._scripted:
+        for names, name, value in self._replaced:
             names[name] = value
         for names in self._globals:
             names.pop(_HOOKS, None)

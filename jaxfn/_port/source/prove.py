@@ -102,7 +102,7 @@ def port_value(value: Any, module: types.ModuleType) -> Any:
     if isinstance(value, torch.Size):
         return tuple(value)
     if isinstance(value, enum.Enum) and hasattr(module, type(value).__name__):
-        return getattr(module, type(value).__name__)[value.name]
+        return getattr(module, type(value).__name__)(value.value)
     if is_user_function(value) or is_function_class(value):
         return getattr(module, value.__name__)
     if type(value).__module__.partition(".")[0] == "torch" or (getattr(value, "__module__", None) or "").startswith(

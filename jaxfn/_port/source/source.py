@@ -227,17 +227,21 @@ def _run_all(
     with warnings.catch_warnings(), torch.random.fork_rng(), torch.enable_grad():
         warnings.simplefilter("ignore")
         for example in examples:
-            for wanted in subsets(example.differentiable):
-                is_all = len(wanted) == len(example.differentiable)
-                with suppress(*([] if is_all else [Exception])):  # Not all code accepts it.
-                    _run(call, example, wanted)
+            _run_with_subsets(call, example)
             for method in methods:
                 _run_method(function, method, example)
         for example in sizes:
-            _run(call, example, example.differentiable)
+            _run_with_subsets(call, example)
         for example in examples if is_inside else ():
             with suppress(Exception):  # The code may update its inputs in place.
                 _run(partial(_call_forward, function), example, example.differentiable)
+
+
+def _run_with_subsets(call: Callable[..., Any], example: Example) -> None:
+    """Calls a function with each set of inputs that need gradients. Not all code accepts each."""
+    for wanted in subsets(example.inexact):
+        with suppress(*([] if [*wanted] == example.differentiable else [Exception])):
+            _run(call, example, wanted)
 
 
 def _call_forward(function: Any, *args: Any, **kwargs: Any) -> Any:
