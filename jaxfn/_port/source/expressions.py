@@ -55,10 +55,13 @@ _RESULT_FIELDS = {
     "values": 0,
     "indices": 1,
     "sign": 0,
+    "LU": 0,
+    "pivots": 1,
     "logabsdet": 1,
     "eigenvalues": 0,
     "eigenvectors": 1,
 }
+_SAVED = ("saved_variables", "saved_for_forward")  # other names of `saved_tensors`
 _SELECTS = "a mask selects elements, whose number depends on values; use torch.where"
 _READS_VALUE = "the value of a tensor is read. Use torch.where, or pass the number as an argument"
 _STATIC_ATTRIBUTES = frozenset({"shape", "ndim", "dtype", "size"})
@@ -133,6 +136,7 @@ class ExpressionRewriter:
         self._numpy_variables = in_numpy
         self._node = node
         self._variables = [bound_names(node)]
+        self._nonlocals: set[str] = set()  # of the function inside a function that is rewritten
         self._before: list[str] = []
         self._conditional = 0
         self._regions = find_regions(node, self._value)
@@ -222,6 +226,8 @@ class ExpressionRewriter:
             return self._store(base, self._viewed_value(target, base, text))
         if not isinstance(target, (ast.Name, ast.Attribute, ast.Subscript)):
             raise NoRuleError(f"{self._file.segment(target)} is updated in place")
+        if isinstance(target, ast.Name) and target.id not in self._variables[-1] and self._is_variable(target.id):
+            self._nonlocals.add(target.id)
         return [f"{self._render(target)} = {text}", *self._write_back(target)]
 
     def _viewed_value(self, view: ast.expr, base: ast.expr, text: str) -> str:
@@ -483,7 +489,7 @@ class ExpressionRewriter:
             return self._tensor_attribute(node)
         if isinstance(base, tuple) and node.attr in _RESULT_FIELDS:
             return _result(self._render(node.value), _RESULT_FIELDS[node.attr])
-        if isinstance(base, torch.autograd.function.FunctionCtx) and node.attr == "saved_variables":
+        if isinstance(base, torch.autograd.function.FunctionCtx) and node.attr in _SAVED:
             return f"{self._render(node.value)}.saved_tensors"
         if isinstance(base, (torch.finfo, torch.iinfo)):
             return f"{'float' if isinstance(base, torch.finfo) else 'int'}({self._splice(node)})"
@@ -748,8 +754,10 @@ class ExpressionRewriter:
             return f"{as_operand(text)}.astype({cast})"
         raise NoRuleError(str(problem))
 
-    def _call_grad(self, call: ast.Call, args: list[Argument], named: Mapping[Any, Argument]) -> str:
+    def _call_grad(self, call: ast.Call, args: list[Argument], named: Mapping[Any, Argument]) -> str | None:
         """Returns the derivatives of the statements that computed the outputs."""
+        if self._value(call.func) is torch.func.grad:
+            return None
         region = next((r for r in self._regions if call in r.calls), None)
         if region is None:
             raise NoRuleError(
@@ -767,6 +775,11 @@ class ExpressionRewriter:
 
     def _pulled(self, call: ast.Call, region: Region) -> str:
         """Returns the gradients of a region, a tuple."""
+        if not region.statements:
+            if self._conditional or region.value is None:
+                raise NoRuleError("a derivative in a part of an expression has no rule; use a separate statement")
+            tail = region.tail(self._options.spell("jax.vjp"), self._render(region.value))
+            self._before += [region.head(), *tail]
         weights = argument_of(call, 1 if is_backward(call) else 2, "grad_outputs", "gradient", "grad_tensors")
         if weights is None:
             return self._options.spell(f"{region.vjp}(jnp.ones_like({region.outputs[0]}))")
@@ -781,18 +794,25 @@ class ExpressionRewriter:
         if not reads_values and not self._is_constant(args[0].node):
             raise ReadsValuesError(_READS_VALUE)
         text = args[0].text if reads_values else self._in_numpy(args[0].node)
-        if name != "nonzero":
+        if name not in ("nonzero", "argwhere"):
             return f"{as_operand(text)}.{name}()"
         function = "nonzero" if "as_tuple" in named and named["as_tuple"].value else "argwhere"
         return self._options.spell(f"{'jnp' if reads_values else 'np'}.{function}({text})")
 
-    _call_tolist = _call_nonzero = _call_item
+    _call_tolist = _call_nonzero = _call_argwhere = _call_item
 
     def _call_numpy(self, call: ast.Call, args: list[Argument], named: Mapping[Any, Argument]) -> str:
         """Returns the values as a NumPy array."""
         if not self._options.reads_values:
             raise ReadsValuesError(_READS_VALUE)
         return self._options.spell(f"np.asarray({args[0].text})")
+
+    def _call_unique(self, call: ast.Call, args: list[Argument], named: Mapping[Any, Argument]) -> str:
+        """Returns the distinct elements, in order, whose number depends on values."""
+        if not self._options.reads_values:
+            raise ReadsValuesError(_READS_VALUE)
+        options = {"axis" if name == "dim" else name: x.text for name, x in named.items() if name != "sorted"}
+        return self._options.spell(f"jnp.unique({', '.join([args[0].text, *map('='.join, options.items())])})")
 
     def _call_masked_select(self, call: ast.Call, args: list[Argument], named: Mapping[Any, Argument]) -> str:
         """Returns the elements that a mask selects."""
@@ -802,6 +822,10 @@ class ExpressionRewriter:
         if x.value.shape != mask.value.shape:
             raise NoRuleError("masked_select of another shape than the mask's has no rule; write x[mask]")
         return f"{as_operand(x.text)}[{mask.text}]"
+
+    def _call_is_grad_enabled(self, call: ast.Call, args: list[Argument], named: Mapping[Any, Argument]) -> str:
+        """Returns whether autograd records where the first derivative is computed."""
+        return repr(self._value(call))
 
     def _call_numel(self, call: ast.Call, args: list[Argument], named: Mapping[Any, Argument]) -> str | None:
         """Returns the number of elements of a shape, which is a tuple on JAX."""

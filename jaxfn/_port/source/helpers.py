@@ -244,6 +244,23 @@ def group_norm(x: jax.Array, groups: int, weight: Any = None, bias: Any = None, 
     return y if bias is None else y + bias.reshape(channels)
 
 
+def batch_norm(
+    x: jax.Array, mean: jax.Array, var: jax.Array, weight: Any = None, bias: Any = None, eps: float = 1e-5
+) -> jax.Array:
+    """Normalizes channels by statistics."""
+    channels = (-1, *(1,) * (x.ndim - 2))
+    scale = lax.rsqrt(var + eps) if weight is None else lax.rsqrt(var + eps) * weight
+    y = (x - mean.reshape(channels)) * scale.reshape(channels)
+    return y if bias is None else y + bias.reshape(channels)
+
+
+def masked_scatter(x: jax.Array, mask: jax.Array, source: jax.Array) -> jax.Array:
+    """Sets the elements that a mask selects to the first elements of another array, in order."""
+    mask = jnp.broadcast_to(mask, x.shape)
+    positions = jnp.cumsum(mask.reshape(-1)).reshape(x.shape) - 1
+    return jnp.where(mask, source.reshape(-1)[positions], x)
+
+
 def not_reached(line: str) -> Any:
     """Raises an error: no example reached this expression when the module was written."""
     raise NotImplementedError(f"no example reached {line}")

@@ -44,7 +44,14 @@ from jaxfn._port.source.observe import (
     is_user_function,
 )
 from jaxfn._port.source.rewrite import FunctionRewriter, jax_annotation
-from jaxfn._port.source.source_file import FunctionNode, SourceFile, Span, bound_names, is_importable
+from jaxfn._port.source.source_file import (
+    SHARED_PACKAGES,
+    FunctionNode,
+    SourceFile,
+    Span,
+    bound_names,
+    is_importable,
+)
 from jaxfn._port.source.table import table
 from jaxfn._port.source.typecheck import dtype_text
 from jaxfn._torch import ties
@@ -59,9 +66,10 @@ _IMPORTS = {
     "jaxfn": "import jaxfn",
     "itertools": "import itertools",
 }
-# Decorators of torch without an effect on JAX.
+# Decorators without an effect on JAX.
 _REMOVED_DECORATORS = frozenset(
     {"no_grad", "enable_grad", "custom_fwd", "custom_bwd", "compile", "ignore", "unused", "disable", "allow_in_graph"}
+    | {"beartype", "jaxtyped", "typechecked"}  # checks of types
 )
 _TORCH_FOLDER = os.path.join(os.path.dirname(torch.__file__), "")
 _KEPT_DECORATORS = frozenset({"staticmethod", "classmethod"})
@@ -371,7 +379,9 @@ class _Writer:
         """Adds what an expression denotes, and returns its text in the written module."""
         name, value = found.name, scripted_function(found.value)
         module = getattr(value, "__module__", None) or ""
-        is_standard = module.partition(".")[0] in (sys.stdlib_module_names - {"builtins", "__main__"})
+        package = module.partition(".")[0]
+        is_standard = package in (sys.stdlib_module_names - {"builtins", "__main__"})
+        is_shared = package in SHARED_PACKAGES and callable(value) and hasattr(sys.modules[package], value.__name__)
         if isinstance(value, types.ModuleType):
             if not is_importable(value.__name__):
                 raise TranslationError(
@@ -384,6 +394,8 @@ class _Writer:
             return self._alias(found, f"{self.add(value.__self__)}.apply")
         elif is_standard and hasattr(sys.modules[module], name):
             self._imports.add(f"from {module} import {name}")
+        elif is_shared:
+            self._imports.add(f"from {package} import {value.__name__}" + f" as {name}" * (name != value.__name__))
         else:
             name, is_new = self._reserve(name, value, found.module or Path(file.path).stem)
             if is_new:

@@ -13,7 +13,8 @@ import linecache
 import re
 import sys
 import threading
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from types import BuiltinFunctionType, CodeType, FunctionType, MethodType
 from typing import Any
@@ -24,6 +25,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as torch_tree
 
 from jaxfn._port.source.source_file import (
+    SHARED_PACKAGES,
     FunctionNode,
     SourceFile,
     SourceFiles,
@@ -54,7 +56,7 @@ class ObservedTensor:
 
     Attributes:
       is_constant: Whether it depends on no argument.
-      is_fresh: Whether it shares its storage with no tensor that was observed before.
+      is_fresh: Whether it shares its storage with no tensor that was observed before the expression was evaluated.
       value: A copy of its values, for the first observations of an expression.
     """
 
@@ -108,7 +110,7 @@ def observe(function: Any, run: Callable[[], None], run_in_double: Callable[[], 
 
 def is_user_function(value: Any) -> bool:
     """Whether a value is a Python function of the user's code."""
-    if not isinstance(value, FunctionType):
+    if not isinstance(value, FunctionType) or (value.__module__ or "").partition(".")[0] in SHARED_PACKAGES:
         return False
     path = value.__code__.co_filename
     is_interactive = path.startswith("<") and bool(linecache.getlines(path, value.__globals__))
@@ -148,10 +150,10 @@ class _Instrumentation(TorchFunctionMode):
         self._old_code: list[tuple[FunctionType, CodeType]] = []
         self._globals: list[dict[str, Any]] = []
         self._replaced: list[tuple[dict[str, Any], str, Any]] = []
-        self._updates: dict[int | None, int] = {}
+        self._updates: dict[int, int] = {}
         self._bindings: dict[tuple[object, str], tuple[Any, int | None]] = {}
         self._new_names: dict[object, tuple[str, ...]] = {}
-        self._storages: dict[int, Any] = {}  # They stay alive, so that addresses are unique.
+        self._storages: dict[int, tuple[int, Any]] = {}  # Numbered. They stay alive, so that addresses are unique.
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
@@ -173,13 +175,24 @@ class _Instrumentation(TorchFunctionMode):
 
     # Called by instrumented code
 
-    def value(self, index: int, value: Any) -> Any:
-        """Records an expression's value, and returns it."""
+    def num_storages(self) -> int:
+        """Returns the number of storages that were observed so far."""
+        return len(self._storages)
+
+    def result(self, index: int, num_storages: int, value: Any) -> Any:
+        """Records the value of an expression before which that many storages were observed, and returns it."""
         seen = self.values.setdefault(self._spans[index], [])
         if len(seen) < _MAX_VALUES:
-            seen.append(self._describe(value, len(seen) < _MAX_COPIES))
+            seen.append(self._describe(value, len(seen) < _MAX_COPIES, num_storages))
         self.instrument(value)
         return value
+
+    def value(self, index: int, value: Any) -> Any:
+        """Records the value of a variable or an attribute, and returns it."""
+        for x in value if isinstance(value, (list, tuple)) else [value]:
+            if isinstance(x, torch.Tensor):
+                self._address(x)
+        return self.result(index, len(self._storages), value)
 
     def requires_grad(self, index: int, value: bool, variables: Mapping[str, Any]) -> bool:
         """Records and returns the value of `x.requires_grad`."""
@@ -224,22 +237,20 @@ class _Instrumentation(TorchFunctionMode):
     def _num_updates(self, tensor: torch.Tensor) -> int:
         return self._updates.get(self._address(tensor), 0)
 
-    def _address(self, tensor: torch.Tensor) -> int | None:
-        """Returns the address of a tensor's storage, which other tensors may share."""
-        with torch.DisableTorchFunction():
-            try:
-                storage = tensor.untyped_storage()
-                address = storage.data_ptr()
-            except (RuntimeError, NotImplementedError):  # It has no storage.
-                return None
-        if address:
-            self._storages.setdefault(address, storage)
-        return address or None
+    def _address(self, tensor: torch.Tensor) -> int:
+        """Returns the address of a tensor's storage, which other tensors may share, or of the tensor without one."""
+        address, owner = 0, None
+        with torch.DisableTorchFunction(), suppress(RuntimeError, NotImplementedError):
+            owner = tensor.untyped_storage()
+            address = owner.data_ptr()
+        if not address:
+            address, owner = -id(tensor), tensor
+        self._storages.setdefault(address, (len(self._storages), owner))
+        return address
 
-    def _describe(self, value: Any, with_copy: bool) -> Any:
+    def _describe(self, value: Any, with_copy: bool, num_known: int) -> Any:
         if isinstance(value, torch.Tensor):
-            num_known = len(self._storages)
-            is_fresh = self._address(value) is None or len(self._storages) > num_known
+            is_fresh = self._storages[self._address(value)][0] >= num_known
             with torch.DisableTorchFunction(), torch.no_grad():
                 try:
                     copied = value.detach().clone() if with_copy else None
@@ -247,10 +258,10 @@ class _Instrumentation(TorchFunctionMode):
                     copied = None
                 return ObservedTensor(value.dtype, tuple(value.shape), _CONSTANT in vars(value), is_fresh, copied)
         if isinstance(value, (list, tuple)):
-            items = [self._describe(x, with_copy) for x in value]
+            items = [self._describe(x, with_copy, num_known) for x in value]
             return items if isinstance(value, list) else value if type(value) is torch.Size else tuple(items)
         if type(value) is dict:
-            return {name: self._describe(x, with_copy) for name, x in value.items()}
+            return {name: self._describe(x, with_copy, num_known) for name, x in value.items()}
         return value
 
     # Instrumentation
@@ -336,6 +347,7 @@ class _Instrument(ast.NodeTransformer):
         self._private = "__"  # the beginning of private names, as Python changes it in the class
         self._variables: set[str] = set()
         self._views: dict[str | None, str] = {}
+        self._inner: dict[str, set[str]] = {}  # The variables that functions inside the function update, by their name.
 
     def function(self, node: FunctionNode) -> FunctionNode:
         owner = self._file.enclosing_class(node)
@@ -355,10 +367,10 @@ class _Instrument(ast.NodeTransformer):
     def _expression(self, node: ast.AST) -> Any:
         if not isinstance(getattr(node, "ctx", ast.Load()), ast.Load):
             return self.generic_visit(node)
-        index = self._index(node)
+        index, is_new = self._index(node), not isinstance(node, ast.Attribute)
         visited: Any = self.generic_visit(node)
-        call = self._call("value", index, visited)
-        return ast.copy_location(call, node)
+        before = [self._call("num_storages")] if is_new else []
+        return ast.copy_location(self._call("result" if is_new else "value", index, *before, visited), node)
 
     def visit_Attribute(self, node: ast.Attribute) -> Any:
         if not node.attr.endswith("__"):  # The copy is compiled outside the class.
@@ -390,13 +402,15 @@ class _Instrument(ast.NodeTransformer):
         return node
 
     def visit_FunctionDef(self, node: ast.FunctionDef) -> Any:
-        outer = self._variables, self._views
+        outer = self._variables, self._views, self._inner
         undeclared = {name for n in ast.walk(node) if isinstance(n, (ast.Global, ast.Nonlocal)) for name in n.names}
         self._variables = bound_names(node) - undeclared
         self._views = {name: view.id for name, (_, view) in views_in(node).items()}
+        functions = [n for n in ast.walk(node) if isinstance(n, ast.FunctionDef) and n is not node]
+        self._inner = {n.name: {*updated_names(n, self._variables - bound_names(n))} for n in functions}
         first: ast.stmt = ast.Assign([ast.Name(_FRAME, ast.Store())], self._call("enter", _locals()))
         node.body = [first, *self._statements(node.body)]
-        self._variables, self._views = outer
+        self._variables, self._views, self._inner = outer
         return node
 
     def visit_ClassDef(self, node: ast.ClassDef) -> Any:
@@ -421,13 +435,11 @@ class _Instrument(ast.NodeTransformer):
         """Returns the variables that a statement, without those inside it, assigns or updates in place."""
         parts = [x for x in ast.iter_child_nodes(statement) if not isinstance(x, (ast.stmt, ast.excepthandler))]
         names: set[str] = set()
-        for node in (node for part in parts for node in ast.walk(part)):
-            root = None
-            if isinstance(node, (ast.Name, ast.Subscript, ast.Attribute)) and isinstance(node.ctx, ast.Store):
-                root = root_name(node) or viewed_name(node)
-            elif isinstance(node, ast.Call):
-                root = updated_variable(node, self._variables)
-            name = getattr(root, "id", None)
+        called = {n.id for part in parts for n in ast.walk(part) if isinstance(n, ast.Name)}
+        updated = [x for part in parts for x in updated_names(part, self._variables)]
+        updated += [x for function, inner in self._inner.items() if function in called for x in inner]
+        for updated_name in updated:
+            name: str | None = updated_name
             while name is not None:  # The written code updates the variable of which it is a view, too.
                 names.add(name)
                 name = self._views.get(name)
@@ -456,12 +468,21 @@ def _locals() -> ast.expr:
     return ast.Call(ast.Name("locals", ast.Load()), [], [])
 
 
-def updated_variable(call: ast.Call, variables: set[str]) -> ast.Name | None:
-    """Returns the variable that a call such as `x.add_(1)` or `relu(x, inplace=True)` updates, by its name alone."""
+def updated_names(node: ast.AST, variables: set[str]) -> Iterator[str]:
+    """Yields the variables among some that the code of a node assigns or updates in place, by their names alone."""
+    for n in ast.walk(node):
+        if isinstance(n, ast.Call):
+            nodes = _updated_by(n)
+        else:
+            nodes = [n] if isinstance(getattr(n, "ctx", None), ast.Store) else []
+        roots = [root_name(x) or viewed_name(x) for x in nodes if isinstance(x, ast.expr)]
+        yield from [root.id for root in roots if root is not None and root.id in variables][:1]
+
+
+def _updated_by(call: ast.Call) -> list[ast.expr | None]:
+    """Returns what a call such as `x.add_(1)` or `relu(x, inplace=True)` may update, the likeliest first."""
     function, keywords = call.func, {keyword.arg: keyword.value for keyword in call.keywords}
     name = function.attr if isinstance(function, ast.Attribute) else getattr(function, "id", "")
     if not (name.endswith("_") and not name.endswith("__")) and not {"inplace", "out"} & {*keywords}:
-        return None
-    candidates = [keywords.get("out"), getattr(function, "value", None), *call.args[:1], keywords.get("input")]
-    roots = [root_name(node) or viewed_name(node) for node in candidates if node is not None]
-    return next((root for root in roots if root is not None and root.id in variables), None)
+        return []
+    return [keywords.get("out"), getattr(function, "value", None), *call.args[:1], keywords.get("input")]

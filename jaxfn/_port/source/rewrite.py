@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import ast
 import builtins
+import contextlib
+import itertools
 import re
 import typing
+import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -16,19 +19,32 @@ from jaxfn._port.source.expressions import (
     ExpressionRewriter,
     RewriteOptions,
     assignments,
-    callee_name,
     check_result,
     elements,
     operator_template,
 )
 from jaxfn._port.source.observe import ObservedTensor
 from jaxfn._port.source.source_file import Span, bound_names, is_importable, root_name
-from jaxfn._port.source.spelling import NoRuleError, ReadsValuesError, fill
+from jaxfn._port.source.spelling import NoRuleError, ReadsValuesError, as_operand, fill
 from jaxfn._port.source.table import Argument
 from jaxfn._port.source.typecheck import OtherValuesError
 from jaxfn._port.source.vjp_regions import Region, gradient_of
 from jaxfn._torch.values.errors import TranslationError
 
+# Contexts without an effect on JAX.
+_MODES = (
+    torch.no_grad,
+    torch.enable_grad,
+    torch.set_grad_enabled,
+    torch.inference_mode,
+    torch.autocast,
+    torch.device,
+    torch.cuda.device,
+    torch.cuda.device_of,
+    torch.cuda.StreamContext,
+    torch.autograd.profiler.record_function,
+    contextlib.nullcontext,
+)
 _NO_BODY = (ast.Raise, ast.Pass, ast.Break, ast.Continue)
 
 
@@ -86,7 +102,8 @@ class FunctionRewriter(ExpressionRewriter):
         if s is region.statements[0]:
             text = f"{indent}{region.head()}\n{text}"
         if s is region.statements[-1]:
-            text += "".join(f"{indent}{line}\n" for line in region.tail(self._options.spell("jax.vjp")))
+            value = None if region.value is None else self._render(region.value)
+            text += "".join(f"{indent}{line}\n" for line in region.tail(self._options.spell("jax.vjp"), value))
         self.edits[span] = text
 
     def _take(self, span: Span) -> str:
@@ -198,9 +215,27 @@ class FunctionRewriter(ExpressionRewriter):
         if isinstance(target, ast.Name) and target.id in self._numpy_variables and self._is_constant(s.value):
             self.edits[self._file.span(s.value)] = self._in_numpy(s.value)
             return
+        parts = [x for x in ast.walk(target) if isinstance(x, ast.Subscript) and isinstance(x.ctx, ast.Store)]
+        written = [x for x in parts if self._writes_tensor(x)]
+        if written and isinstance(target, (ast.Tuple, ast.List)) and not others:
+            self._assign_parts(s, target, written)
+            return
         for x in s.targets:
             self._target(x)
         self._simple(s, s.value)
+
+    def _assign_parts(self, s: ast.Assign, target: ast.expr, parts: Sequence[ast.Subscript]) -> None:
+        """Rewrites `x[i], y = f()`, by variables for the elements of tensors, which are stored afterwards."""
+        free = (name for i in itertools.count() if not self._is_variable(name := f"element{i}"))
+        names = {part: next(free) for part in parts}
+        value = self._render(s.value)
+        lines: list[str] = []
+        for part, name in names.items():
+            self._stale(part.value)
+            base = as_operand(self._render(part.value))
+            lines += self._store(part.value, f"{base}.at[{self._index(part)}].set({name})")
+        edits = {self._file.span(part): name for part, name in names.items()}
+        self._replace(s, f"{self._file.edited(self._file.span(target), edits)} = {value}", *lines)
 
     def _assign_in_order(self, s: ast.Assign, pairs: Sequence[tuple[ast.expr, ast.expr]]) -> None:
         """Rewrites `x[i], y = a, b` as several statements."""
@@ -299,10 +334,13 @@ class FunctionRewriter(ExpressionRewriter):
             self._block(body)
 
     def _with(self, s: ast.With) -> None:
-        names = {callee_name(item.context_expr) for item in s.items}
-        modes = {"no_grad", "enable_grad", "set_grad_enabled", "autocast", "device", "device_of", "inference_mode"}
-        if not names <= modes or any(item.optional_vars is not None for item in s.items):
-            raise NoRuleError(f"`with {', '.join(sorted(names))}` has no rule")
+        contexts = [self._value(item.context_expr) for item in s.items]
+        if all(isinstance(x, (contextlib.suppress, warnings.catch_warnings)) for x in contexts):
+            self._block(s.body)
+            return
+        for item, context in zip(s.items, contexts, strict=True):
+            if not isinstance(context, _MODES) or item.optional_vars is not None:
+                raise NoRuleError(f"`with {self._file.segment(item.context_expr)}` has no rule")
         first, last = s.body[0], s.body[-1]
         if first.lineno == s.lineno:
             raise NoRuleError("write the body of `with` on separate lines")
@@ -332,10 +370,17 @@ class FunctionRewriter(ExpressionRewriter):
     def _functiondef(self, s: ast.FunctionDef) -> None:
         if s.decorator_list:
             raise NoRuleError("a function inside a function has decorators")
+        outer, self._nonlocals = self._nonlocals, set()
         self._variables.append(bound_names(s))
         self._signature(s)
         self._block(s.body)
         self._variables.pop()
+        if self._nonlocals:
+            first = s.body[ast.get_docstring(s) is not None]
+            start, _ = self._file.lines_span(first)
+            line = f"{' ' * first.col_offset}nonlocal {', '.join(sorted(self._nonlocals))}\n"
+            self.edits[start, start] = line + self.edits.get((start, start), "")
+        self._nonlocals = outer | {name for name in self._nonlocals if name not in self._variables[-1]}
 
     def _signature(self, node: ast.FunctionDef) -> None:
         """Rewrites annotations."""

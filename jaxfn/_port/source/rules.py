@@ -40,8 +40,10 @@ add:+ bitwise_and:& bitwise_left_shift:<< bitwise_or:| bitwise_right_shift:>> bi
     remainder:% sub:- subtract:- true_divide:/(input, other) => {input} NAME {other}
 bitwise_not(input) => ~{input}
 digamma erf erfc erfinv:erf_inv gammaln:lgamma lgamma psi:digamma rsqrt(input) => lax.NAME({input})
+equal:array_equal(input, other) => jnp.NAME({input}, {other})
 entr i0 i0e i1 i1e log_ndtr ndtr ndtri(input) => jax.scipy.special.NAME({input})
-gammainc gammaincc xlog1py zeta(input, other) => jax.scipy.special.NAME({input}, {other})
+gammainc gammaincc igamma:gammainc igammac:gammaincc xlog1py zeta(input, other) => \
+    jax.scipy.special.NAME({input}, {other})
 div(input, other, *, rounding_mode: None) => {input} / {other}
 div(input, other, *, rounding_mode: "floor") => {input} // {other} => floor_divide({input}, {other})
 div(input: floats, other, *, rounding_mode: "trunc") => jnp.trunc({input} / {other})
@@ -63,6 +65,7 @@ lerp(input, end, weight) => {input} + {weight} * ({end} - {input}) => \
     {weight}))
 logit(input) => jnp.log({input} / (1 - {input}))
 masked_fill(input, mask, value) => jnp.where({mask}, {value}, {input})
+multigammaln mvlgamma:multigammaln(input, p) => jax.scipy.special.NAME({input}, {p})
 nan_to_num(input, nan=0.0, posinf=None, neginf=None) => jnp.nan_to_num({input}, nan={nan?}, posinf={posinf?}, \
     neginf={neginf?})
 neg negative(input) => -{input}
@@ -137,6 +140,7 @@ allclose(input, other, rtol=1e-05, atol=1e-08, equal_nan=False) => \
 amax:max amin:min any argmax argmin(input, dim=None, keepdim=False) => {input}.NAME(axis={dim?}, keepdims={keepdim?})
 argsort(input, dim=-1, descending=False) => jnp.argsort({input}, axis={dim?}, descending={descending?})
 argsort(input, *, stable, dim=-1, descending=False) => jnp.argsort({input}, axis={dim?}, descending={descending?})
+cov(input) => jnp.cov({input})
 count_nonzero(input, dim=None) => jnp.count_nonzero({input}, axis={dim?})
 cumprod(input, dim: int) => jnp.cumprod({input}, axis={dim})
 cumsum(input, dim: int, *, dtype=None) => jnp.cumsum({input}, axis={dim}, dtype={dtype?})
@@ -146,7 +150,8 @@ kthvalue(input, k: int, dim: int = -1, keepdim=False) => with_index({input}, lax
     {dim:-1}), {k} - 1, {dim:-1}), {dim:-1}, {keepdim?})
 msort(input) => jnp.sort({input}, axis=0)
 nanmean nansum(input, dim=None, keepdim=False) => jnp.NAME({input}, axis={dim?}, keepdims={keepdim?})
-quantile(input, q, dim: ints = None, keepdim=False) => jnp.quantile({input}, {q}, axis={dim?}, keepdims={keepdim?})
+nanquantile quantile(input, q, dim: ints = None, keepdim=False) => \
+    jnp.NAME({input}, {q}, axis={dim?}, keepdims={keepdim?})
 trapezoid trapz(y, x: Tensor, *, dim=-1) => jnp.trapezoid({y}, {x}, axis={dim?})
 trapezoid trapz(y, *, dx=1, dim=-1) => jnp.trapezoid({y}, dx={dx?}, axis={dim?})
 linalg_norm(A, ord: None = None, dim: None = None, keepdim=False) => jnp.linalg.norm({A}, keepdims={keepdim?}) => \
@@ -208,6 +213,7 @@ SHAPES = """
 atleast_1d atleast_2d(input: Tensor) => jnp.NAME({input})
 broadcast_to(input, size) => jnp.broadcast_to({input}, {size})
 block_diag(*tensors) => jax.scipy.linalg.block_diag({tensors_args})
+cartesian_prod(*tensors) => jnp.stack(jnp.meshgrid({tensors_args}, indexing="ij"), axis=-1).reshape(-1, len({tensors}))
 broadcast_tensors(*tensors) => jnp.broadcast_arrays({tensors_args})
 cat:concatenate concat:concatenate concatenate stack(tensors, dim=0) => jnp.NAME({tensors}, axis={dim?})
 channel_shuffle(input, groups) => {input}.reshape({input}.shape[0], {groups}, -1, *{input}.shape[2:]).swapaxes(1, \
@@ -215,6 +221,7 @@ channel_shuffle(input, groups) => {input}.reshape({input}.shape[0], {groups}, -1
 chunk(input, chunks, dim=0) => jnp.split({input}, {chunks}, axis={dim?}) => \
     split({input}, -(-{input}.shape[{dim:0}] // {chunks}), {dim?})
 diag tril triu(input, diagonal=0) => jnp.NAME({input}, {diagonal?})
+diagflat(input, offset=0) => jnp.diagflat({input}, {offset?})
 diag_embed(input) => jnp.where(jnp.eye({input}.shape[-1], dtype=bool), {input}[..., None], 0)
 diff(input, n=1, dim=-1) => jnp.diff({input}, {n?}, axis={dim?})
 diagonal(input, offset=0, dim1=0, dim2=1) => jnp.diagonal({input}, {offset?}, axis1={dim1?}, axis2={dim2?})
@@ -228,7 +235,8 @@ flip tile(input, *dims) => jnp.NAME({input}, {dims})
 flip tile(input, dims) => jnp.NAME({input}, {dims})
 fliplr flipud squeeze(input) => jnp.NAME({input})
 sum_to_size(input, *size) => sum_to_shape({input}, {size})
-column_stack dstack hstack vstack(tensors) => jnp.NAME({tensors})
+column_stack dstack hstack row_stack:vstack vstack(tensors) => jnp.NAME({tensors})
+dsplit hsplit vsplit(input, indices) => jnp.NAME({input}, {indices})
 kron(input, other) => jnp.kron({input}, {other})
 meshgrid(*tensors, indexing: str = "ij") => jnp.meshgrid({tensors_args}, indexing={indexing:"ij"})
 moveaxis movedim(input, source, destination) => jnp.moveaxis({input}, {source}, {destination})
@@ -263,8 +271,10 @@ view_as_real(input) => jnp.stack([{input}.real, {input}.imag], axis=-1)
 INDEXING = """
 bincount(input, weights=None, *, minlength: int) => jnp.bincount({input}, {weights?}, length={minlength})
 bucketize(input, boundaries, *, right: bool = False) => jnp.searchsorted({boundaries}, {input}, side="right" if \
-    {right:False} else "left")
+    {right:False} else "left") => jnp.searchsorted({boundaries}, {input}, side="right" if {right:False} else "left", \
+    method="compare_all")
 embedding(input, weight) => {weight}[{input}]
+fill_diagonal(input, fill_value) => jnp.fill_diagonal({input}, {fill_value}, inplace=False)
 gather(input, dim, index) => jnp.take_along_axis({input}, {index}, axis={dim}) => \
     at_along({input}, {dim}, {index}).get()
 index_add(input, dim: int, index, source) => at_index({input}, {dim}, {index}).add({source})
@@ -274,6 +284,7 @@ index_fill(input, dim: int, index, value) => at_index({input}, {dim}, {index}).s
 index_put(input, indices, values, accumulate: True) => {input}.at[tuple({indices})].add({values})
 index_put(input, indices, values, accumulate: False = False) => {input}.at[tuple({indices})].set({values})
 index_select(input, dim: int, index) => jnp.take({input}, {index}, axis={dim})
+masked_scatter(input, mask, source) => masked_scatter({input}, {mask}, {source})
 one_hot(tensor, num_classes: int) => jax.nn.one_hot({tensor}, {num_classes}, dtype=int)
 scatter(input, dim: int, index, src: Tensor) => at_along({input}, {dim}, {index}).set({src}) => \
     at_along({input}, {dim}, {index}).set({src}[tuple(map(slice, {index}.shape))])
@@ -286,8 +297,12 @@ scatter_reduce(input, dim: int, index, src, reduce: "amax", *, include_self: Tru
     at_along({input}, {dim}, {index}).max({src}[tuple(map(slice, {index}.shape))])
 scatter_reduce(input, dim: int, index, src, reduce: "amin", *, include_self: True = True) => \
     at_along({input}, {dim}, {index}).min({src}[tuple(map(slice, {index}.shape))])
+searchsorted(sorted_sequence, input, *, side: str) => jnp.searchsorted({sorted_sequence}, {input}, side={side}) => \
+    jnp.searchsorted({sorted_sequence}, {input}, side={side}, method="compare_all")
 searchsorted(sorted_sequence, input, *, right: bool = False) => jnp.searchsorted({sorted_sequence}, {input}, \
-    side="right" if {right:False} else "left")
+    side="right" if {right:False} else "left") => jnp.searchsorted({sorted_sequence}, {input}, side="right" if \
+    {right:False} else "left", method="compare_all")
+unravel_index(indices, shape) => jnp.unravel_index({indices}, {shape})
 take(input, index) => {input}.reshape(-1)[{index}]
 take_along_dim(input, indices, dim: int) => jnp.take_along_axis({input}, {indices}, axis={dim})
 """
@@ -304,7 +319,8 @@ bmm linalg_matmul matmul mm(input, other) => {input} @ {other}
 cdist(x1, x2, p=2.0) => vector_norm({x1}[..., :, None, :] - {x2}[..., None, :, :], {p:2.0}, axis=-1)
 cholesky_inverse(L) => jax.scipy.linalg.cho_solve(({L}, True), jnp.eye({L}.shape[-1], dtype={L}.dtype))
 cholesky_solve(B, L) => jax.scipy.linalg.cho_solve(({L}, True), {B})
-det inverse:inv linalg_det linalg_inv linalg_pinv linalg_qr linalg_slogdet pinverse:pinv qr slogdet(A) => \
+det inverse:inv linalg_cond linalg_det linalg_eig linalg_eigvals linalg_inv linalg_matrix_rank linalg_pinv linalg_qr \
+    linalg_slogdet pinverse:pinv qr slogdet(A) => \
     jnp.linalg.NAME({A})
 cross(input, other, dim: int) => jnp.cross({input}, {other}, axis={dim})
 dot(input, tensor) => {input} @ {tensor}
@@ -320,6 +336,9 @@ linalg_svdvals(A) => jnp.linalg.svd({A}, compute_uv=False)
 linalg_vecdot(x, y, *, dim=-1) => ({x}.conj() * {y}).sum(axis={dim:-1})
 linalg_cross(input, other, *, dim=-1) => jnp.cross({input}, {other}, axis={dim:-1})
 linalg_matrix_exp(A) => jax.scipy.linalg.expm({A})
+linalg_lu_factor(A) => jax.scipy.linalg.lu_factor({A})
+linalg_lu_solve(LU, pivots, B) => jax.scipy.linalg.lu_solve(({LU}, {pivots}), {B})
+lu_solve(b, LU_data, LU_pivots) => jax.scipy.linalg.lu_solve(({LU_data}, {LU_pivots}), {b})
 linalg_solve(A, B) => jnp.linalg.solve({A}, {B})
 linalg_solve_triangular(A, B, *, upper: bool) => jax.scipy.linalg.solve_triangular({A}, {B}, lower=not {upper})
 svd(input, some: True = True, compute_uv: True = True) => svd({input})
@@ -333,20 +352,25 @@ mv(input, vec) => {input} @ {vec}
 outer(input, vec2) => jnp.outer({input}, {vec2})
 tensordot(a, b, dims=2) => jnp.tensordot({a}, {b}, axes={dims?})
 trace(input) => jnp.trace({input})
-fft_fft fft_ifft fft_irfft fft_rfft(input, n=None, dim=-1, norm=None) => \
+fft_fft fft_hfft fft_ifft fft_ihfft fft_irfft fft_rfft(input, n=None, dim=-1, norm=None) => \
     jnp.fft.NAME({input}, n={n?}, axis={dim?}, norm={norm?})
-fft_fftn fft_ifftn(input, s=None, dim=None, norm=None) => jnp.fft.NAME({input}, s={s?}, axes={dim?}, norm={norm?})
+fft_fftn fft_ifftn fft_irfftn fft_rfftn(input, s=None, dim=None, norm=None) => \
+    jnp.fft.NAME({input}, s={s?}, axes={dim?}, norm={norm?})
 fft_fft2 fft_ifft2 fft_irfft2 fft_rfft2(input, s=None, *, norm=None) => jnp.fft.NAME({input}, s={s?}, norm={norm?})
+fft_fftfreq fft_rfftfreq(n, d=1.0, *, dtype=None) => jnp.fft.NAME({n}, {d?}, dtype={dtype:result})
 fft_fftshift fft_ifftshift(input, dim=None) => jnp.fft.NAME({input}, axes={dim?})
 """
 
 LAYERS = """
 adaptive_avg_pool1d(input, output_size: 1) => {input}.mean(axis=-1, keepdims=True)
+adaptive_avg_pool3d(input, output_size: 1) => {input}.mean(axis=(-3, -2, -1), keepdims=True)
 adaptive_avg_pool2d(input, output_size: 1) => {input}.mean(axis=(-2, -1), keepdims=True)
 adaptive_avg_pool2d(input, output_size: (1, 1)) => {input}.mean(axis=(-2, -1), keepdims=True)
 adaptive_max_pool2d(input, output_size: 1) => {input}.max(axis=(-2, -1), keepdims=True)
 avg_pool1d:1 avg_pool2d:2 avg_pool3d:3(input, kernel_size, stride=None, padding=0) => \
     pool({input}, NAME, lax.add, {kernel_size}, {stride?}, padding={padding?})
+batch_norm(input, running_mean, running_var, weight=None, bias=None, training: False = False, momentum=0.1, \
+    eps=1e-05) => batch_norm({input}, {running_mean}, {running_var}, {weight?}, bias={bias?}, eps={eps?})
 cosine_similarity(x1, x2, dim=1, eps=1e-08) => cosine_similarity({x1}, {x2}, {dim?}, eps={eps?})
 conv1d conv2d conv3d(input, weight, bias=None, stride=1, padding=0, dilation=1, groups=1) => \
     convolution({input}, {weight}, {bias?}, stride={stride?}, padding={padding?}, dilation={dilation?}, \
@@ -374,6 +398,8 @@ group_norm(input, num_groups, weight=None, bias=None, eps=1e-05) => \
     group_norm({input}, {num_groups}, {weight?}, bias={bias?}, eps={eps?})
 interpolate(input, size=None, scale_factor=None, mode: "bilinear" = "nearest", align_corners: False = False) => \
     resize({input}, {size:None}, {scale_factor:None}, "linear")
+kl_div(input, target, *, reduction: "batchmean", log_target: True) => \
+    (jnp.exp({target}) * ({target} - {input})).sum() / {input}.shape[0]
 kl_div(input, target, *, reduction: "batchmean") => ({target} * (jnp.log({target}) - {input})).sum() / \
     {input}.shape[0] => (jax.scipy.special.xlogy({target}, {target}) - {target} * {input}).sum() / {input}.shape[0]
 layer_norm(input, normalized_shape, weight=None, bias=None, eps=1e-05) => \
@@ -382,6 +408,7 @@ max_pool1d:1 max_pool2d:2 max_pool3d:3(input, kernel_size, stride=None, padding=
     = False) => pool({input}, NAME, lax.max, {kernel_size}, {stride?}, padding={padding?})
 nll_loss(input, target, weight=None, *, ignore_index=-100, reduction: str = "mean") => \
     nll_loss({input}, {target}, {weight?}, ignore_index={ignore_index?}, reduction={reduction?})
+constant_pad_nd(input, pad, value=0) => pad({input}, {pad}, {value?})
 pad(input, pad, mode: "constant" = "constant", value=0) => pad({input}, {pad}, {value?})
 pad(input, pad, mode: str) => pad({input}, {pad}, mode={mode})
 pairwise_distance(x1, x2, p=2.0, eps=1e-06, keepdim=False) => vector_norm({x1} - {x2} + {eps:1e-6}, {p:2.0}, axis=-1, \
@@ -400,12 +427,17 @@ binary_cross_entropy(input, target) => -({target} * jnp.maximum(jnp.log({input})
     jnp.maximum(jnp.log1p(-{input}), -100))
 binary_cross_entropy_with_logits(input, target) => jax.nn.softplus({input}) - {input} * {target} => \
     (1 - {target}) * {input} - jax.nn.log_sigmoid({input})
+cosine_embedding_loss(input1, input2, target, margin=0) => jnp.where({target} == 1, \
+    1 - cosine_similarity({input1}, {input2}), jnp.where({target} == -1, jax.nn.relu(cosine_similarity({input1}, \
+    {input2}) - {margin:0}), 0))
 huber_loss(input, target, *, delta=1.0) => huber({input} - {target}, {delta?})
 kl_div(input, target) => {target} * (jnp.log({target}) - {input}) => \
     jax.scipy.special.xlogy({target}, {target}) - {target} * {input}
+kl_div(input, target, *, log_target: True) => jnp.exp({target}) * ({target} - {input})
 l1_loss(input, target) => jnp.abs({input} - {target}) => absolute({input} - {target})
 margin_ranking_loss(input1, input2, target, margin=0) => jax.nn.relu({margin:0} - {target} * ({input1} - {input2}))
 mse_loss(input, target) => jnp.square({input} - {target})
+poisson_nll_loss(input, target) => jnp.exp({input}) - {target} * {input}
 smooth_l1_loss(input, target, *, beta=1.0) => huber({input} - {target}, {beta?}) / {beta:1.0}
 soft_margin_loss(input, target) => jnp.log1p(jnp.exp(-{target} * {input})) => jax.nn.softplus(-{target} * {input})
 triplet_margin_loss(anchor, positive, negative, margin=1.0) => jax.nn.relu(vector_norm({anchor} - {positive} + 1e-6, \
@@ -470,7 +502,7 @@ bfloat16 byte:uint8 cfloat:complex64 char:int8 float:float32 half:float16 int:in
     {input}.astype(jnp.NAME)
 bool double:float long:int(input) => {input}.astype(NAME)
 clone(input) => {input} => jnp.array({input}, copy=True)
-Variable(data) => {data} => lax.stop_gradient({data})
+Parameter Variable(data, requires_grad=True) => {data} => lax.stop_gradient({data})
 contiguous cpu resolve_conj resolve_neg to(input) => {input}
 cuda(input, device=None) => {input}
 detach(input) => {input} => lax.stop_gradient({input})
@@ -485,6 +517,7 @@ type_as(input, other) => {input}.astype({other}.dtype)
 
 QUESTIONS = """
 dim:ndim ndimension:ndim nelement:size numel:size(input) => {input}.NAME
+element_size(input) => {input}.dtype.itemsize
 is_complex(input) => jnp.iscomplexobj({input})
 is_contiguous(input) => True
 is_floating_point(input) => jnp.issubdtype({input}.dtype, jnp.floating)
@@ -500,8 +533,10 @@ broadcast_shapes(*shapes) => jnp.broadcast_shapes({shapes_args})
 finfo iinfo(type) => jnp.NAME({type})
 is_available is_autocast_enabled(device_type="cuda") => False
 is_scripting is_tracing is_in_onnx_export _are_functorch_transforms_active() => False
-is_grad_enabled() => True
+is_batchedtensor is_legacy_batchedtensor(input) => False
 mark_dynamic(t, index) => None
+grad(func, argnums=0, has_aux=False) => jax.grad({func}, {argnums?}, has_aux={has_aux?})
+vmap(func, in_dims=0, out_dims=0) => jax.vmap({func}, {in_dims?}, {out_dims?})
 grad_and_value(func, argnums=0, has_aux=False) => grad_and_value({func}, {argnums:0}, {has_aux:False})
 """
 

@@ -115,8 +115,8 @@ def _write_source(
         module, difference = write(None, highest)
         if difference is None:
             return _with_fewest_strict(module, partial(write, order=highest))
-        if not (reads_values and difference.reads_values and difference.quantity == 2):
-            break  # Otherwise JAX does not know the values in second derivatives.
+        if not is_class or difference.quantity < 2:
+            break
     assert difference is not None
     message = _message(function, difference)
     if difference.reads_values:
@@ -275,7 +275,7 @@ def _run(call: Callable[..., Any], example: Example, wanted: Sequence[int]) -> N
     for chosen in [outputs, *([[x] for x in outputs] if len(outputs) > 1 else [])]:
         torch.autograd.grad(chosen, inputs, [torch.ones_like(x) for x in chosen], retain_graph=True, allow_unused=True)
     with suppress(RuntimeError):  # Second derivatives, which not all code has.
-        weights = [torch.ones_like(x).requires_grad_() for x in outputs]
+        weights = [torch.full_like(x, 0.5).requires_grad_() for x in outputs]  # `backward` may treat 1 in another way.
         found = torch.autograd.grad(outputs, inputs, weights, create_graph=True, allow_unused=True)
         sums = [x.abs().sum() for x in _differentiable(found)]
         if sums:

@@ -104,10 +104,14 @@ class SourceFile:
         return parent if isinstance(parent, ast.ClassDef) else None
 
 
+# Packages whose functions accept JAX arrays, besides those of torch.
+SHARED_PACKAGES = frozenset({"einops", "jax", "jaxfn", "numpy"})
+
+
 def is_importable(module: str) -> bool:
     """Whether the written module may import a module."""
     package = module.partition(".")[0]
-    return package in sys.stdlib_module_names or package in ("numpy", "jax", "jaxfn")
+    return package in sys.stdlib_module_names or package in SHARED_PACKAGES
 
 
 class SourceFiles:
@@ -141,7 +145,7 @@ def formatted_values(node: ast.JoinedStr) -> list[ast.FormattedValue]:
     return [n for n in ast.walk(node) if isinstance(n, ast.FormattedValue)]
 
 
-# Methods whose result shares the memory of the tensor.
+# Methods and functions of torch whose result shares the memory of the tensor.
 VIEWS = frozenset(
     {"contiguous", "detach", "diagonal", "flatten", "narrow", "permute", "ravel", "reshape", "reshape_as", "select"}
     | {"squeeze", "swapaxes", "swapdims", "t", "transpose", "unsqueeze", "view", "view_as"}
@@ -151,7 +155,8 @@ VIEWS = frozenset(
 def viewed(node: ast.AST) -> ast.expr | None:
     """Returns the tensor of which an expression such as `x[i]` or `x.view(-1)` is a view; `None` if it is none."""
     if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in VIEWS:
-        return node.func.value
+        is_function = isinstance(node.func.value, ast.Name) and node.func.value.id == "torch" and node.args
+        return node.args[0] if is_function else node.func.value
     if isinstance(node, ast.Subscript) or (isinstance(node, ast.Attribute) and node.attr == "data"):
         return node.value
     return None

@@ -12,36 +12,48 @@ from jaxfn._port.source.source_file import FunctionNode, bound_names
 
 
 class Region(NamedTuple):
-    """The statements after the inputs got `requires_grad`, up to those that assign the outputs.
+    """The statements after the inputs got `requires_grad`, or their values, up to those that assign the outputs.
 
     Attributes:
       inputs: The variables by which they are differentiated.
       others: The other variables that they assign and later statements read.
+      changed: The variables from before that they assign and read.
       calls: The calls of `torch.autograd.grad`, or the one of `backward`.
       function: The name of the function that the statements become.
       vjp: The name of its derivative.
+      value: The output, if it is an expression in the call, and no variable.
     """
 
     statements: Sequence[ast.stmt]
     inputs: Sequence[str]
     outputs: Sequence[str]
     others: Sequence[str]
+    changed: Sequence[str]
     calls: Sequence[ast.Call]
     function: str
     vjp: str
+    value: ast.expr | None = None
 
     def head(self) -> str:
         """Returns the first line of the function."""
-        return f"def {self.function}({', '.join(self.inputs)}):"
+        parameters = [*self.inputs, *(f"{name}={name}" for name in self.changed)]
+        return f"def {self.function}({', '.join(parameters)}):"
 
-    def tail(self, vjp: str) -> list[str]:
-        """Returns the last line of the function, indented, and the line that calls it; `vjp` is `jax.vjp`."""
+    def tail(self, vjp: str, value: str | None) -> list[str]:
+        """Returns the last line of the function, indented, and the line that calls it.
+
+        Args:
+          vjp: `jax.vjp`, as it is spelled.
+          value: The text of the output that is an expression.
+        """
         outputs, others = ", ".join(self.outputs), ", ".join(self.others)
+        returned = outputs if value is None else f"({value})" if "\n" in value else value
         several = f"({outputs})" if len(self.outputs) > 1 else outputs
         call = f"{vjp}({self.function}, {', '.join(self.inputs)}"
         if not others:
-            return [f"    return {outputs}", f"{several}, {self.vjp} = {call})"]
-        return [f"    return {several}, ({others},)", f"{several}, {self.vjp}, ({others},) = {call}, has_aux=True)"]
+            return [f"    return {returned}", f"{several}, {self.vjp} = {call})"]
+        returned = several if value is None else value
+        return [f"    return {returned}, ({others},)", f"{several}, {self.vjp}, ({others},) = {call}, has_aux=True)"]
 
 
 def find_regions(node: FunctionNode, value: Callable[[ast.expr], Any]) -> list[Region]:
@@ -50,11 +62,15 @@ def find_regions(node: FunctionNode, value: Callable[[ast.expr], Any]) -> list[R
         return []
     calls = [n for n in ast.walk(node) if isinstance(n, ast.Call) and _differentiates(value(n.func))]
     calls.sort(key=lambda call: (call.lineno, call.col_offset))
-    by_outputs: dict[tuple[str, ...], list[ast.Call]] = {}
+    by_outputs: dict[Any, list[ast.Call]] = {}
     for call in calls:
-        by_outputs.setdefault(names_of(argument_of(call, 0, "outputs", "tensors")), []).append(call)
+        by_outputs.setdefault(names_of(_outputs(call)) or call, []).append(call)
     flat = list(_statements(node.body))
     return [r for outputs, group in by_outputs.items() if (r := _region(node, flat, outputs, group)) is not None]
+
+
+def _outputs(call: ast.Call) -> ast.expr | None:
+    return argument_of(call, 0, "outputs", "tensors")
 
 
 def names_of(node: ast.expr | None) -> tuple[str, ...]:
@@ -105,28 +121,48 @@ def _statements(body: Sequence[ast.stmt]) -> Iterator[ast.stmt]:
 
 
 def _region(
-    node: ast.FunctionDef, flat: Sequence[ast.stmt], outputs: tuple[str, ...], calls: Sequence[ast.Call]
+    node: ast.FunctionDef, flat: Sequence[ast.stmt], outputs: tuple[str, ...] | ast.Call, calls: Sequence[ast.Call]
 ) -> Region | None:
     by_call = [_inputs(node, call) for call in calls]
-    if not outputs or not all(by_call) or (len(calls) > 1 and any(map(is_backward, calls))):
+    if not all(by_call) or (len(calls) > 1 and any(map(is_backward, calls))):
         return None
     inputs = dict.fromkeys(name for names in by_call for name in names)
+    parameters = {n.arg for n in ast.walk(node.args) if isinstance(n, ast.arg)}
     end = next(i for i, s in enumerate(flat) if any(n in calls for n in ast.walk(s)))
-    starts = [_last(flat[:end], lambda s, name=name: _requires_grad(s, name)) for name in inputs]
-    ends = [_last(flat[:end], lambda s, name=name: name in bound_names(s)) for name in outputs]
-    first, last = max(starts) + 1, max(ends)
-    statements = flat[first : last + 1]
-    if min(starts) < 0 or min(ends) < first:
+    starts = [_start(flat[:end], name) for name in inputs]
+    if any(i < 0 and x not in parameters for i, x in zip(starts, inputs, strict=True)):
         return None
+    first, last, value, taken = max(starts) + 1, end - 1, None, bound_names(node)
+    if isinstance(outputs, ast.Call):
+        value = _outputs(outputs)
+        if value is None or isinstance(value, (ast.Tuple, ast.List)):
+            return None
+        outputs = ("output" + "_" * ("output" in taken),)
+    else:
+        ends = [_last(flat[:end], lambda s, name=name: name in bound_names(s)) for name in outputs]
+        last = max(ends)
+        if min(ends) < first:
+            return None
+    statements = flat[first : last + 1]
     assigned = set().union(*map(bound_names, statements)) - inputs.keys() - {*outputs}
-    later = {n.id for s in flat[last + 1 :] for n in ast.walk(s) if isinstance(n, ast.Name)}
-    taken, name = bound_names(node), "_".join(outputs)
+    inside = set() if value is None else {*ast.walk(value)}
+    later = {n.id for s in flat[last + 1 :] for n in ast.walk(s) if isinstance(n, ast.Name) and n not in inside}
+    name = "_".join(outputs)
     function, vjp = (x + "_" * (x in taken) for x in (f"{name}_of_inputs", f"{name}_vjp"))
-    return Region(statements, [*inputs], outputs, sorted(assigned & later), calls, function, vjp)
+    before = parameters.union(*map(bound_names, flat[:first]))
+    read = {n.id for s in statements for n in ast.walk(s) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Load)}
+    changed = sorted(assigned & before & read)
+    return Region(statements, [*inputs], outputs, sorted(assigned & later), changed, calls, function, vjp, value)
 
 
 def _last(statements: Sequence[ast.stmt], condition: Callable[[ast.stmt], bool]) -> int:
     return max((i for i, s in enumerate(statements) if condition(s)), default=-1)
+
+
+def _start(statements: Sequence[ast.stmt], name: str) -> int:
+    """Returns the last statement that has a variable require a gradient, or without one, that assigns it."""
+    start = _last(statements, lambda s: _requires_grad(s, name))
+    return start if start >= 0 else _last(statements, lambda s: name in bound_names(s))
 
 
 def _requires_grad(statement: ast.stmt, name: str) -> bool:

@@ -303,7 +303,7 @@ class TorchContext(torch.autograd.function.FunctionCtx):
     ) -> None:
         self.jaxfn = _CtxState(state, needs_input_grad, saved)
         self.to_save: tuple[torch.Tensor | None, ...] = ()
-        self.saved_for_forward: tuple[torch.Tensor | None, ...] | None = None
+        self.saved_for_forward = saved or None  # which `jvp` may read by this name
         self.dirty_tensors: tuple[torch.Tensor, ...] = ()
         self.non_differentiable: tuple[torch.Tensor, ...] = ()
         self.materialize_grads = True
