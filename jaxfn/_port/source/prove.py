@@ -40,7 +40,7 @@ _NEEDS_VALUES = (
 )
 _PATH = ", rewritten for JAX>"
 # Compilation without optimization, which the comparison does not need.
-_COMPILER_OPTIONS = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
+_COMPILER_OPTIONS: Any = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
 
 
 class Difference(NamedTuple):
@@ -158,23 +158,17 @@ class Proof:
     methods: Sequence[str]
     rounds: bool
     reads_values: bool = False
-    _orders: dict[int, int] = field(default_factory=dict)
     _samples: dict[int, list[tuple[str, Example]]] = field(default_factory=dict)
+    _expected: dict[tuple[int, int], _Results | Exception] = field(default_factory=dict)
 
     def order(self, group: Group) -> int:
         """Returns the highest order of derivatives that the converted code has, up to 2; -1 if it cannot be called."""
-        if id(group) not in self._orders:
-            program = self._oracle_program(group)
-            with warnings.catch_warnings(), jax.enable_x64(group.x64):
-                warnings.simplefilter("ignore")
-                self._orders[id(group)] = next(
-                    (order for order in (2, 1, 0) if program.error(group.example, order) is None), -1
-                )
-        return self._orders[id(group)]
+        return next((order for order in (2, 1, 0) if self.oracle_error(group, order) is None), -1)
 
     def oracle_error(self, group: Group, order: int) -> Exception | None:
         """Returns the error of the converted code's derivatives of an order."""
-        return self._oracle_program(group).error(group.example, order)
+        found = self._oracle_results(group, order)
+        return found if isinstance(found, Exception) else None
 
     def first_difference(self, module: Module, groups: Sequence[Group], order: int) -> Difference | None:
         """Returns the first difference in derivatives up to an order; `None` if there is none."""
@@ -191,6 +185,17 @@ class Proof:
                 return found
         return None
 
+    def _oracle_results(self, group: Group, order: int) -> _Results | Exception:
+        """Returns the results of the converted code, which all written modules are compared with, or its error."""
+        if (key := (id(group), order)) not in self._expected:
+            with warnings.catch_warnings(), jax.enable_x64(group.x64):
+                warnings.simplefilter("ignore")
+                try:
+                    self._expected[key] = _Results(self._oracle_program(group), order, group.example)
+                except Exception as error:  # User code and JAX raise anything.
+                    self._expected[key] = error
+        return self._expected[key]
+
     def _oracle_program(self, group: Group) -> _Program:
         return _Program(self.oracle, group.example, group.wanted, {self.key_name: jax.random.key(7)}, self.reads_values)
 
@@ -203,27 +208,29 @@ class Proof:
         statics = [i for i in range(len(group.example.leaves)) if i not in group.example.arrays]
         ported = group.example.map(lambda x: port_value(x, loaded), statics)
         ours = _Program(port, ported, group.wanted, options, self.reads_values)
-        theirs = self._oracle_program(group)
-        for i in range(order + 1):
-            error = ours.error(group.example, i)
-            if error is not None:
-                text = f"{type(error).__name__}: {(str(error).strip() or '-').splitlines()[0]}{_written_line(error)}"
-                return Difference(i, group, text, group.example, isinstance(error, _NEEDS_VALUES))
+        theirs = self._oracle_results(group, order)
+        assert isinstance(theirs, _Results)
+        try:
+            results = _Results(ours, order, group.example)
+        except Exception as last:  # User code and JAX raise anything.
+            errors = ((i, ours.error(group.example, i)) for i in range(order))
+            i, error = next(((i, error) for i, error in errors if error is not None), (order, last))
+            text = f"{type(error).__name__}: {(str(error).strip() or '-').splitlines()[0]}{_written_line(error)}"
+            return Difference(i, group, text, group.example, isinstance(error, _NEEDS_VALUES))
         if group.what == EXAMPLE and order == 1 and ours.error(group.example, 2) is None:
             return Difference(2, group, "the converted Function has none", group.example)
-        arrays, run = ours.arrays(group.example), partial(_Program.run, order=order)
-        compiled, is_finite_only = _compile(run, ours, theirs, arrays)
         if group.what == EXAMPLE:
             for method in self.methods:
                 # One program, which is freed, not one for each operation, which JAX keeps.
-                by_method, _ = _compile(getattr(_Program, f"outputs_by_{method}"), ours, theirs, arrays)
-                if (text := _difference(*by_method(arrays))) is not None:
+                run, arrays = getattr(_Program, f"outputs_by_{method}"), ours.arrays(group.example)
+                by_method = [_once(partial(run, x), arrays, x.is_eager) for x in (ours, theirs.program)]
+                if (text := _difference(*by_method)) is not None:
                     return Difference(0, group, f"{text}, by {method}", group.example)
+        is_finite_only = results.is_finite_only or theirs.is_finite_only
         for what, sample in self.samples_of(group):
             if is_finite_only and what in ("at NaN", "at infinity"):
                 continue
-            found, expected = compiled(ours.arrays(sample))
-            for quantity, (a, b) in enumerate(zip(found, expected, strict=True)):
+            for quantity, (a, b) in enumerate(zip(results.at(sample), theirs.at(sample), strict=True)):
                 text = _difference(a, b, _RTOL["float32"] if group.is_double and self.rounds else 0)
                 if text is not None and not (
                     not group.is_double
@@ -244,11 +251,10 @@ class Proof:
     def _agree_in_double(self, sample: Example, group: Group, ours: _Program, order: int, quantity: int) -> bool:
         """Whether a difference vanishes in double precision, so that it is rounding."""
         doubled = group._replace(example=sample.map(in_double, sample.inexact))
-        theirs = self._oracle_program(doubled)
         with jax.enable_x64(True):
-            arrays = ours.arrays(doubled.example)
             try:
-                found, expected = _compile(partial(_Program.run, order=order), ours, theirs, arrays)[0](arrays)
+                both = (ours, self._oracle_program(doubled))
+                found, expected = (_Results(x, order, doubled.example).at(doubled.example) for x in both)
             except Exception:  # The code may not accept double precision.
                 return False
         return _difference(found[quantity], expected[quantity], 1e-7) is None
@@ -266,8 +272,7 @@ class _Program(NamedTuple):
     def error(self, example: Example, order: int) -> Exception | None:
         """Returns the error of derivatives up to an order, as JAX traces them, or runs them."""
         try:
-            run, arrays = partial(self.run, order=order), self.arrays(example)
-            _ = _eagerly(run)(arrays) if self.is_eager else jax.eval_shape(run, arrays)
+            _ = _Results(self, order, example)
         except Exception as error:
             return error
         return None
@@ -338,6 +343,45 @@ def _weights(x: jax.Array, seed: int) -> jax.Array:
     return jnp.asarray(numbers, x.dtype)
 
 
+class _Results:
+    """The results of a program for samples of one shape, which is traced once, or run without compilation.
+
+    Attributes:
+      is_finite_only: Whether it is defined for finite numbers only.
+
+    Raises:
+      Exception: What the program raises for the example.
+    """
+
+    def __init__(self, program: _Program, order: int, example: Example) -> None:
+        self.program = program
+        self._found: dict[int, tuple[Example, list[list[np.ndarray]]]] = {}
+        self._run: Callable[..., Any] | None = None
+        run = partial(program.run, order=order)
+        if program.is_eager:
+            self._run, self.is_finite_only = _eagerly(run), True
+            _ = self.at(example)
+        else:
+            self._traced: Any = jax.jit(run).trace(program.arrays(example))
+            self.is_finite_only = any(map(_is_finite_only, all_eqns(self._traced.jaxpr.jaxpr)))
+
+    def at(self, sample: Example) -> list[list[np.ndarray]]:
+        """Returns lists of outputs, gradients and second derivatives."""
+        if id(sample) not in self._found:
+            if self._run is None:
+                self._run, self._traced = self._traced.lower().compile(compiler_options=_COMPILER_OPTIONS), None
+            results = self._run(self.program.arrays(sample))
+            self._found[id(sample)] = sample, [list(map(np.asarray, x)) for x in results]
+        return self._found[id(sample)][1]
+
+
+def _once(function: Callable[..., Any], arrays: Sequence[jax.Array], is_eager: bool) -> Any:
+    """Calls a function, compiled without optimization, unless it is to run eagerly."""
+    if is_eager:
+        return _eagerly(function)(arrays)
+    return jax.jit(function).trace(arrays).lower().compile(compiler_options=_COMPILER_OPTIONS)(arrays)
+
+
 def _eagerly(function: Callable[..., Any]) -> Callable[..., Any]:
     """Returns a function that runs one operation after the other, and compiles none of the functions inside."""
 
@@ -346,22 +390,6 @@ def _eagerly(function: Callable[..., Any]) -> Callable[..., Any]:
             return function(arrays)
 
     return run
-
-
-def _compile(
-    run: Callable[..., Any], ours: _Program, theirs: _Program, arrays: Sequence[jax.Array]
-) -> tuple[Callable[..., Any], bool]:
-    """Compiles what `run` returns of both, if it can; returns also whether they are defined for finite numbers only."""
-
-    def both(xs: Sequence[jax.Array]) -> tuple[Any, Any]:
-        return run(ours, xs), run(theirs, xs)
-
-    if ours.is_eager:
-        return _eagerly(both), True
-    options: Any = _COMPILER_OPTIONS
-    traced = jax.jit(both).trace(arrays)
-    is_finite_only = any(map(_is_finite_only, all_eqns(traced.jaxpr.jaxpr)))
-    return traced.lower().compile(compiler_options=options), is_finite_only
 
 
 def _is_finite_only(eqn: Any) -> bool:
