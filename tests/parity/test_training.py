@@ -47,6 +47,58 @@ def check(job, wrong="", training="sgd", optimizer=None, make=None, seed=0, **op
     )
 
 
+def linear_job(optimizer, make, size=3, **options):
+    """Checks a right port of a linear layer with large gradients."""
+    torch.manual_seed(0)
+    generator = np.random.default_rng(0)
+    batches = [{"x": 3 * generator.normal(size=(4, size)), "y": generator.normal(size=(4, 10))} for _ in range(3)]
+    return jaxfn.trainingcheck(
+        lambda p, batch: ((batch["x"] @ p["w"] + p["b"] - batch["y"]) ** 2).mean(),
+        lambda module, batch: ((module(batch["x"]) - batch["y"]) ** 2).mean(),
+        batches,
+        module=torch.nn.Linear(size, 10),
+        load=lambda arrays: {"w": arrays["weight"].T, "b": arrays["bias"]},
+        optimizer=(optimizer, make),
+        raise_exception=False,
+        **options,
+    )
+
+
+@row("H7b")
+@pytest.mark.parametrize("norm", [0.1, 1.5, 100.0])
+@pytest.mark.parametrize("decay", [0.0, 0.1])
+def test_clipping_by_norm_of_right_ports(norm, decay):
+    """SGD, whose steps are as long as gradients, and decay that nearly cancels some clipped gradients."""
+    chain = optax.clip_by_global_norm(norm), optax.add_decayed_weights(decay)
+    sgd = lambda parameters: torch.optim.SGD(parameters, 0.1, weight_decay=decay)  # noqa: E731
+    report = linear_job(optax.chain(*chain, optax.sgd(0.1)), sgd, max_norm=norm)
+    assert report, report
+    adam = lambda parameters: torch.optim.Adam(parameters, 0.01, weight_decay=decay)  # noqa: E731
+    report = linear_job(optax.chain(*chain, optax.adam(0.01)), adam, size=20, max_norm=norm)
+    assert report, report
+    wrong = optax.chain(optax.clip_by_global_norm(1.001 * norm), chain[1], optax.adam(0.01))
+    assert linear_job(wrong, adam, size=20, max_norm=norm).stage == "clipping"
+
+
+@row("H7b")
+def test_gradients_of_zero_in_float32():
+    def torch_loss(module, batch):
+        assert module.weight.dtype == torch.float32
+        return (module(batch["i"]) ** 2).mean()
+
+    report = jaxfn.trainingcheck(
+        lambda p, batch: (p["w"][batch["i"]] ** 2).mean(),
+        torch_loss,
+        [{"i": np.array([0, 1, 1])}] * 3,  # The third row has no gradient, and decays.
+        module=torch.nn.Embedding(3, 2),
+        load=lambda arrays: {"w": arrays["weight"]},
+        optimizer=(optax.adamw(0.1, weight_decay=0.01), lambda p: torch.optim.AdamW(p, 0.1)),
+        raise_exception=False,
+    )
+    assert report, report
+    assert all(np.isfinite(row.tolerance) for row in report.rows)
+
+
 def identify(value):
     return f"{value.family} {value.objective}" if isinstance(value, Job) else value
 

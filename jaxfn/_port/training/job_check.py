@@ -30,16 +30,14 @@ from jaxfn._parity.comparison import errors, noise_of_zero, rounding
 from jaxfn._parity.inputs import Array
 from jaxfn._port.modules.ported_module import Load, PortedModule, arrays_by_path
 from jaxfn._port.training.job_diagnosis import Evidence, fit, looks_like
-from jaxfn._port.training.job_record import TrainingRecord, TrainingStep, terms_of
+from jaxfn._port.training.job_record import TORCH_EPSILON, TrainingRecord, TrainingStep, terms_of
 from jaxfn._port.training.job_report import STAGES, TrainingcheckReport, TrainingcheckRow
 from jaxfn._tree import is_array_leaf, is_inexact
 
 _GROWTH = 100  # of the relative error of a gradient, on its way through an optimizer
 _ULPS = 8  # of a parameter, the error of the difference of two
 _MAX_RELATIVE = 1e6
-_TINY = float(np.finfo(np.float64).tiny)
-_TORCH_EPSILON = 1e-6  # which torch adds to the norm that it divides by, and optax does not
-_COARSE = 1e-4  # the relative precision of the norm to which a port clips
+_COARSE = 1e-4  # the relative precision of results by which the norm to which a port clips is found
 _LARGER = 100  # than torch's norm is the largest to which a port is found to clip
 
 Arrays = dict[str, Any]
@@ -206,10 +204,12 @@ class TrainingCheck:
         record, parameters = self._record, port.parameters
         gradient = self._gradient_of, parameters, port.buffers, _to_jax(record.batches[0])
         programs = gradient, (self._optimizer.update, parameters, state, parameters)
-        dtypes = set[Any]().union(*(stage(*program).dtypes_from_inputs() for program in programs))
-        dtype = max(dtypes, key=rounding, default=np.dtype(np.float64))
-        self._usual = max(rounding(dtype), rounding(np.float64 if record.is_double else np.float32))
-        if record.is_double and self._usual > rounding(np.float64):
+        least = np.dtype(np.float64 if record.is_double else np.float32)
+        found = [stage(*program).dtypes_from_inputs() | {least} for program in programs]
+        self._usual, of_optimizer = (max(map(rounding, dtypes)) for dtypes in found)
+        self._usual_of_optimizer = max(self._usual, of_optimizer)
+        dtype = max(set[Any]().union(*found), key=rounding)
+        if record.is_double and self._usual_of_optimizer > rounding(np.float64):
             self._report.notes.append(
                 f"compared with the tolerance of {dtype}, in which the port computes with arguments of float64: a "
                 "mistake as small as a wrong epsilon may not show"
@@ -224,7 +224,9 @@ class TrainingCheck:
             self._check_terms(port, step, batch, terms, expected)
             gradients.append(gradient)
         gradient = _mean(gradients)
-        updates, after = self._update(gradient, state, port.parameters)
+        # As torch clips it: an optimizer that clips like optax, without torch's epsilon, does not change it again.
+        clipped = _mean([gradient], step.clipping(self._record.max_norm))
+        updates, after = self._update(clipped, state, port.parameters)
         named, changes = port.named(gradient), port.named(updates)
         self._check_gradients(port, step, batches[0], named, changes)
         self._check_extra(port, gradient, updates)
@@ -234,7 +236,7 @@ class TrainingCheck:
             norm = self._clipping_norm(gradient, step.norm, state, port.parameters)
             expected = np.inf if limit is None else limit
             evidence = partial(self._evidence, port, step, batches[0], "", named, norm, expected)
-            noise = _COARSE * (step.norm if limit is None else limit)
+            noise = 2 * _COARSE * (step.norm if limit is None else limit)
             if norm is not None:
                 self._keep(self._result("clipping", "norm", port.number, norm, expected, noise, evidence))
         for result in results:
@@ -258,7 +260,7 @@ class TrainingCheck:
 
         def is_same(factor: float) -> bool:
             return all(
-                np.allclose(a, b, rtol=_COARSE, atol=_COARSE * float(np.max(abs(a), initial=0.0)))
+                np.allclose(a, b, rtol=0, atol=_COARSE * float(np.max(abs(a), initial=0.0)))
                 for a, b in zip(whole, outcome(factor), strict=True)
             )
 
@@ -279,7 +281,8 @@ class TrainingCheck:
         if np.shape(ours) != np.shape(expected):
             return _Result(replace(row, verdict=f"shape {np.shape(ours)}"), np.inf)
         arrays = np.asarray(ours), np.asarray(expected)
-        found = errors(*arrays, self._usual, *self._tolerances, noise)
+        usual = self._usual_of_optimizer if stage in ("optimizer", "parameters") else self._usual
+        found = errors(*arrays, usual, *self._tolerances, noise)
         for worst in found.worst:
             row.error, row.tolerance = worst.error, worst.allowed
         row.verdict = "differs" if found.num_wrong else "equal"
@@ -343,9 +346,10 @@ class TrainingCheck:
                 result = _Result(replace(result.row, verdict="missing"), np.inf)
             self._keep(result)
             error = abs(ours[name] - gradient)
-            relative = error / np.maximum(np.maximum(abs(gradient), error / _MAX_RELATIVE), _TINY)
+            tiny = np.finfo(gradient.dtype).tiny
+            relative = error / np.maximum(np.maximum(abs(gradient), error / _MAX_RELATIVE), tiny)
             if step.clipped:
-                epsilon = _TORCH_EPSILON / step.norm
+                epsilon = TORCH_EPSILON / step.norm
                 relative = relative + epsilon * (2 + epsilon) / _GROWTH  # that of the squares of gradients
             self._relative[name] = np.maximum(self._relative.get(name, 0.0), relative)
             is_zero, is_finite = (abs(gradient) <= noise).all(), np.isfinite(gradient).all()

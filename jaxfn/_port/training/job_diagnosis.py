@@ -19,7 +19,6 @@ _CLOSE = 1e-6  # the relative error of a number that counts as explained
 _UNEXPLAINED = 3e-3  # the part of the difference of two arrays that an explanation may leave
 _SENSITIVE = 0.1  # relative to the largest effect of an epsilon
 _SPREAD = 0.2
-_IGNORED = -100  # the label that torch's losses ignore
 
 
 @dataclass(frozen=True)
@@ -58,9 +57,9 @@ def looks_like(stage: str, evidence: Evidence) -> str:
 def _loss(found: Evidence) -> str:
     ours, expected = float(found.ours), float(found.expected)
     leaves = tree_flatten_with_path(found.batch)
-    for text, factor in _factors([x for _, x in leaves[0]]):
-        if _is_close(ours, factor * expected):
-            return f"{ours / expected:.4g} times torch's: {text}"
+    texts = [text for text, factor in _factors([x for _, x in leaves[0]]) if _is_close(ours, factor * expected)]
+    if texts:
+        return f"{ours / expected:.4g} times torch's: {'such as ' if texts[1:] else ''}{texts[0]}"
     if text := _use_of_batch(found):
         return text
     for path, changed, text in _changed_batches(leaves):
@@ -89,10 +88,10 @@ def _factors(arrays: Sequence[Any]) -> Iterator[tuple[str, float]]:
         sizes += [*np.cumprod(array.shape), *array.shape]
         if array.ndim > 1:  # a loss of the next words has one less than there are
             sizes.append(array.shape[0] * (array.shape[1] - 1))
-        if array.dtype.kind in "bi":
-            masks += [array.sum(), (array != _IGNORED).sum()]
-        elif np.isin(array, (0, 1)).all():
+        if np.isin(array, (0, 1)).all():
             masks.append(array.sum())
+        elif array.dtype.kind == "i":
+            masks.append((array >= 0).sum())  # Losses ignore negative labels.
     numbers = [float(n) for n in dict.fromkeys(masks + sizes) if n > 1]
     for n in numbers:
         yield f"a sum where torch has a mean over {n:g}", n
@@ -128,7 +127,8 @@ def _gradient(found: Evidence) -> str:
     factor = _factor(found.ours, found.expected)
     known = found.step.gradients
     wrong = [name for name, x in known.items() if np.linalg.norm(found.gradients[name] - x) > _CLOSE * found.step.norm]
-    if factor is not None and all(_factor(found.gradients[name], known[name]) == factor for name in wrong):
+    factors = [_factor(found.gradients[name], known[name]) for name in wrong if not _is_single(known[name])]
+    if factor is not None and factors and all(x == factor for x in factors):
         return f"{factor:.4g} times torch's, while the losses agree"
     return _use_of_batch(found) or (
         "the losses agree: something is constant in one library (stop_gradient, detach) that the other differentiates, "
@@ -213,8 +213,8 @@ def _is_single(array: Array) -> bool:
 
 def _factor(ours: Array, expected: Array) -> float | None:
     """Returns the constant factor between two arrays, if there is one."""
-    multiple = _multiple(ours - expected, expected)
-    return None if multiple is None else float(f"{1 + multiple:.7g}")
+    multiple, (_, rest) = _multiple(ours - expected, expected), fit(ours, expected)
+    return None if multiple is None or rest > _UNEXPLAINED * np.linalg.norm(ours) else float(f"{1 + multiple:.7g}")
 
 
 def _multiple(difference: Array, basis: Array) -> float | None:

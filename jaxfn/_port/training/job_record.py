@@ -15,6 +15,8 @@ from jaxfn._port.modules.module_record import aliases, arrays_of, record_in_doub
 from jaxfn._torch.values.arrays import to_torch
 from jaxfn._tree import is_array_leaf
 
+TORCH_EPSILON = 1e-6  # which torch adds to the norm that it divides by, and optax does not
+
 
 @dataclass(frozen=True)
 class TrainingStep:
@@ -38,6 +40,10 @@ class TrainingStep:
     count: int
     parameters: Measurements
     buffers: Measurements
+
+    def clipping(self, max_norm: float | None) -> float:
+        """Returns the factor by which torch clips the gradients."""
+        return 1.0 if max_norm is None else min(1.0, max_norm / (self.norm + TORCH_EPSILON))
 
 
 @dataclass(frozen=True)
