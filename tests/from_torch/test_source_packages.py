@@ -190,6 +190,35 @@ def test_tensors_of_modules_and_classes_become_constants(package):
 
 
 @row("H17")
+def test_functions_of_einops_are_imported(package):
+    """They accept arrays of both libraries; by names, aliases and the module."""
+    main = package(
+        main="""
+            import einops
+            import torch
+            from einops import rearrange
+            from einops import repeat as copies
+
+            class Columns(torch.autograd.Function):
+                @staticmethod
+                def forward(ctx, x, w):
+                    ctx.save_for_backward(x, w)
+                    return rearrange(x * w, "a b -> b a").exp()
+
+                @staticmethod
+                def backward(ctx, grad_output):
+                    x, w = ctx.saved_tensors
+                    g = rearrange(grad_output * (x * w).exp().t(), "b a -> a b")
+                    dx = einops.reduce(g * w, "a b -> a", "sum")
+                    return copies(dx, "a -> a b", b=x.shape[1]), g * x
+        """
+    )
+    text = jaxfn.port(main.Columns, normal(3, 4), normal(3, 4, seed=1))
+    assert "from einops import repeat as copies" in text and "def rearrange" not in text
+    assert_as_torch(main.Columns, text, normal(3, 4), normal(3, 4, seed=1))
+
+
+@row("H17")
 def test_objects_of_the_users_classes_are_written(package):
     main = package(
         options="""

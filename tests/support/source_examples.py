@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import enum
 import functools
 import math
@@ -460,7 +461,7 @@ class InsideWithTies(Function):
         return torch.autograd.grad(y, x, grad_output)[0]
 
 
-@not_supported(r"it is not clear what autograd differentiates(.|\n)*torch.autograd.grad\(x.sin", normal(3))
+@not_supported(r"it is not clear what autograd differentiates(.|\n)*torch.autograd.grad\(y, \[\*inputs", normal(3))
 class UnclearGradient(Function):
     @staticmethod
     def forward(ctx, x):
@@ -469,9 +470,141 @@ class UnclearGradient(Function):
 
     @staticmethod
     def backward(ctx, grad_output):
-        x = ctx.saved_tensors[0].detach().requires_grad_()
+        inputs = [ctx.saved_tensors[0].detach().requires_grad_()]
         with torch.enable_grad():
-            return torch.autograd.grad(x.sin(), x, grad_output)[0]
+            y = inputs[0].sin()
+        return torch.autograd.grad(y, [*inputs], grad_output)[0]
+
+
+@written(normal(3, 4), normal(4, 2))
+class GradientsOfExpressions(Function):
+    """Outputs that are no variables, inputs without `detach`, and a variable that the differentiated code changes."""
+
+    @staticmethod
+    def forward(ctx, x, w):
+        with torch.enable_grad():
+            x = x.detach().requires_grad_()
+            (slope,) = torch.autograd.grad(x.pow(3).sum(), x)
+        ctx.save_for_backward(x, w)
+        return (x @ w).sin() + slope.sum()
+
+    @staticmethod
+    def backward(ctx, grad_output):
+        scale = 2.0
+        with torch.enable_grad():
+            x, w = ctx.saved_tensors
+            z = (x @ w).sin()
+            scale = scale + 1.0
+            dx, dw = torch.autograd.grad((z * grad_output).sum() * (scale - 2.0), (x, w))
+        return dx + 6 * x.detach() * grad_output.sum(), dw
+
+
+def parts(x):
+    return x[:1, 1:] * 2, (x[1:] * 3, 0.5)
+
+
+def doubled(x):
+    y = x * 2
+    return y
+
+
+@written(normal(3, 4))
+class Accumulates(Function):
+    """Variables of `forward` that a function in it updates, results of a call, and parts that get several results."""
+
+    @staticmethod
+    def forward(ctx, x):
+        total, rows = torch.zeros_like(x[0]), []
+
+        def add(row):
+            total.add_(row)
+            total[0] += 1
+            rows.append(row * 2)
+
+        for row in x:
+            add(row)
+        y = doubled(x.t()).mul_(3).t()
+        top, bottom = torch.zeros_like(x[:1]), torch.zeros_like(x)
+        top[:, 1:], (bottom[1:], scale) = parts(x)
+        ctx.save_for_backward(x)
+        return total + torch.stack(rows).sum(0) * scale, y + top + bottom
+
+    @staticmethod
+    def backward(ctx, grad_total, grad_y):
+        (x,) = ctx.saved_tensors
+        outer = grad_y.t() @ x
+        diagonal = torch.diagonal(outer, dim1=-1, dim2=-2)
+        diagonal += grad_total
+        return grad_y * 6 + grad_total + (x @ outer)
+
+
+def without_autocast():
+    return torch.autocast("cpu", enabled=False)
+
+
+@written(normal(4, 4), np.sort(normal(5)))
+class MoreRules(Function):
+    """Functions of the table, contexts, and a check of whether autograd records."""
+
+    @staticmethod
+    def forward(ctx, x, knots):
+        with without_autocast(), torch.autograd.profiler.record_function("forward"):
+            bins = torch.searchsorted(knots, x.flatten().sort().values, side="right").view_as(x)
+        ctx.save_for_backward(x, knots)
+        weight = torch.nn.Parameter(x)
+        filled = (weight * 2).fill_diagonal_(3.0).masked_scatter(x > 0, bins.to(x.dtype).flatten())
+        pairs = torch.cartesian_prod(x[0], x[1]).sum() + torch.diagflat(x[0]).sum() + x.element_size()
+        row, column = torch.unravel_index(torch.arange(4), (2, 2))
+        loss = torch.nn.functional.kl_div(x, filled, reduction="batchmean", log_target=True) * 1e-3
+        normal = torch.nn.functional.batch_norm(x, x[0], x[1].square() + 1, x[2], x[3])
+        return filled + pairs + loss + normal + row * column
+
+    @staticmethod
+    def backward(ctx, grad_output):
+        if torch.is_grad_enabled():
+            raise RuntimeError("has no second derivative")
+        with contextlib.suppress(ValueError):
+            x, _ = ctx.saved_tensors
+            lu, pivots = torch.linalg.lu_factor(torch.eye(4) * 4 + torch.func.vmap(torch.tanh)(x))
+            slope = torch.func.grad(lambda z: z.pow(3).sum())(x)
+            return torch.linalg.lu_solve(lu, pivots, grad_output) * slope, torch.vmap(torch.sum)(x)[0] * torch.ones(5)
+
+
+@written(normal(3))
+class SavedForForward(Function):
+    @staticmethod
+    def forward(x):
+        return x * x
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        ctx.save_for_backward(*inputs)
+        ctx.save_for_forward(*inputs)
+
+    @staticmethod
+    def backward(ctx, grad_output):
+        return 2 * grad_output * ctx.saved_tensors[0]
+
+    @staticmethod
+    def jvp(ctx, tangent):
+        (x,) = ctx.saved_for_forward
+        return 2 * tangent * x
+
+
+@reads_values(normal(4), np.array([3, 1, 3, 2]))
+class DistinctElements(Function):
+    @staticmethod
+    def forward(ctx, x, labels):
+        ctx.save_for_backward(labels)
+        scale = 2.0 if torch.equal(labels, labels.sort().values) else 1.0
+        return x.sum() * scale * torch.unique(labels).to(x.dtype)
+
+    @staticmethod
+    def backward(ctx, grad_output):
+        (labels,) = ctx.saved_tensors
+        _, inverse, counts = torch.unique(labels, return_inverse=True, return_counts=True)
+        positions = (labels > 1).argwhere()
+        return (grad_output * counts).sum() + inverse.to(grad_output.dtype) * len(positions), None
 
 
 def noise_like(x, scale=1.0):

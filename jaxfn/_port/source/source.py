@@ -100,12 +100,12 @@ def _write_source(
     }
     note = " ".join(text for text, applies in notes.items() if applies)
 
-    def write(strict: Any, order: int) -> tuple[Module, Difference | None]:
-        # Derivatives that cannot be compared raise.
-        module = write_module(
-            function, observation, strict, statics, is_class and order == 1, note, reads_values=reads_values
-        )
-        return module, proof.first_difference(module, groups, order)
+    def write(strict: Any, highest: int) -> tuple[Module, Difference | None]:
+        # Derivatives that cannot be compared, or that differ, raise.
+        is_once = is_class and highest == 1
+        text = f"{note} Its second derivatives raise an error: they may differ." if is_once and order == 2 else note
+        module = write_module(function, observation, strict, statics, is_once, text.strip(), reads_values=reads_values)
+        return module, proof.first_difference(module, groups, highest)
 
     difference: Difference | None = None
     for highest in (2, 1)[2 - order :] if order > 0 else (order,):
@@ -114,7 +114,7 @@ def _write_source(
             return module.text
         module, difference = write(None, highest)
         if difference is None:
-            return _with_fewest_strict(module, partial(write, order=highest))
+            return _with_fewest_strict(module, partial(write, highest=highest))
         if not is_class or difference.quantity < 2:
             break
     assert difference is not None
