@@ -7,7 +7,6 @@ import functools
 import gc
 import json
 import math
-import re
 import subprocess
 import sys
 import textwrap

@@ -381,7 +381,8 @@ class _Writer:
         module = getattr(value, "__module__", None) or ""
         package = module.partition(".")[0]
         is_standard = package in (sys.stdlib_module_names - {"builtins", "__main__"})
-        is_shared = package in SHARED_PACKAGES and callable(value) and hasattr(sys.modules[package], value.__name__)
+        own_name = getattr(value, "__name__", "")
+        is_shared = package in SHARED_PACKAGES and hasattr(sys.modules[package], own_name)
         if isinstance(value, types.ModuleType):
             if not is_importable(value.__name__):
                 raise TranslationError(
@@ -395,7 +396,7 @@ class _Writer:
         elif is_standard and hasattr(sys.modules[module], name):
             self._imports.add(f"from {module} import {name}")
         elif is_shared:
-            self._imports.add(f"from {package} import {value.__name__}" + f" as {name}" * (name != value.__name__))
+            self._imports.add(f"from {package} import {own_name}" + f" as {name}" * (name != own_name))
         else:
             name, is_new = self._reserve(name, value, found.module or Path(file.path).stem)
             if is_new:

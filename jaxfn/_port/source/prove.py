@@ -370,7 +370,8 @@ class _Results:
         if id(sample) not in self._found:
             if self._run is None:
                 self._run, self._traced = self._traced.lower().compile(compiler_options=_COMPILER_OPTIONS), None
-            results = self._run(self.program.arrays(sample))
+            run: Any = self._run
+            results = run(self.program.arrays(sample))
             self._found[id(sample)] = sample, [list(map(np.asarray, x)) for x in results]
         return self._found[id(sample)][1]
 
