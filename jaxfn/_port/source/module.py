@@ -125,7 +125,7 @@ def write_module(
     """
     names = _free_names(observation)
     options = RewriteOptions(observation, strict, names, compares_values=compares_values, reads_values=reads_values)
-    options.draws = _drawing_functions(observation)
+    options.draws = drawing_functions(observation)
     writer = _Writer(options, function, once_differentiable, note)
     try:
         for x in (function, *(x for x in arguments if is_user_function(x) or is_function_class(x))):
@@ -149,7 +149,7 @@ def _free_names(observation: ObservedRun) -> dict[str, str]:
     return {name: f"{name}_" if name in taken else name for name in (*_IMPORTS, *_HELPERS)}
 
 
-def _drawing_functions(observation: ObservedRun) -> set[CodeType]:
+def drawing_functions(observation: ObservedRun) -> set[CodeType]:
     """Returns the code of the functions that draw random numbers, or call others that do."""
     found: set[CodeType] = set()
 

@@ -18,12 +18,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import torch
+from torch.utils import _pytree as torch_tree
 
 from jaxfn._jaxpr import all_eqns
 from jaxfn._port.source.module import Module
 from jaxfn._port.source.observe import is_function_class, is_user_function
 from jaxfn._port.source.samples import Example, subsets, variations
 from jaxfn._port.source.typecheck import numpy_dtype
+from jaxfn._torch.values.arrays import to_numpy, to_torch
 from jaxfn._torch.values.errors import TranslationError
 
 _RTOL = {"float16": 4e-3, "bfloat16": 3e-2, "float32": 3e-5, "complex64": 3e-5}
@@ -69,6 +71,7 @@ class Group(NamedTuple):
       x64: Whether x64 is on.
       is_double: Whether the example's arrays are in double precision.
       varies: Whether other values than the example's are compared.
+      highest: The highest order of derivatives that is compared.
     """
 
     what: str
@@ -77,6 +80,7 @@ class Group(NamedTuple):
     x64: bool
     is_double: bool
     varies: bool
+    highest: int = 2
 
 
 def load(module: Module, name: str) -> types.ModuleType:
@@ -115,18 +119,20 @@ def port_value(value: Any, module: types.ModuleType) -> Any:
 
 
 def make_groups(examples: Sequence[Example], sizes: Sequence[Example], reads_values: bool) -> Iterator[Group]:
-    """Yields the groups of samples; with `reads_values`, those of which each is traced, with fewer values."""
+    """Yields the groups of samples; with `reads_values`, each of which is traced, fewer values and derivatives."""
+    highest = 1 if reads_values else 2
     for example in examples:
         inputs = tuple(example.differentiable)
         yield Group(EXAMPLE, example, inputs, False, False, True)
         for wanted in subsets(inputs):
             if wanted and wanted != inputs:
                 what = f"the derivative by input {', '.join(map(str, wanted))} alone"
-                yield Group(what, example, wanted, False, False, False)
-        yield Group("x64", example, inputs, True, False, False)
-        yield Group("double precision", example.map(in_double, example.inexact), inputs, True, True, False)
+                yield Group(what, example, wanted, False, False, False, highest)
+        yield Group("x64", example, inputs, True, False, False, highest)
+        doubled = example.map(in_double, example.inexact)
+        yield Group("double precision", doubled, inputs, True, True, False, highest)
     for example in sizes:
-        yield Group("another size", example, tuple(example.differentiable), False, False, not reads_values)
+        yield Group("another size", example, tuple(example.differentiable), False, False, not reads_values, highest)
 
 
 def in_double(x: Any) -> Any:
@@ -140,6 +146,8 @@ class Proof:
 
     Attributes:
       oracle: The converted code, a function of arrays.
+      torch_code: The torch code, with which code that reads values is compared in all groups but that of the example,
+        as its conversion would be traced anew for each; `None` if it draws random numbers.
       name: The name of the function in the written modules.
       key_name: The name of the parameter of the converted code that takes a random key.
       constants: Numbers at which the code may have ties.
@@ -151,6 +159,7 @@ class Proof:
     """
 
     oracle: Callable[..., Any]
+    torch_code: Callable[..., Any] | None
     name: str
     key_name: str
     constants: Sequence[float]
@@ -159,11 +168,12 @@ class Proof:
     rounds: bool
     reads_values: bool = False
     _samples: dict[int, list[tuple[str, Example]]] = field(default_factory=dict)
-    _expected: dict[tuple[int, int], _Results | Exception] = field(default_factory=dict)
+    _expected: dict[tuple[int, int], _Results | _TorchResults | Exception] = field(default_factory=dict)
 
     def order(self, group: Group) -> int:
         """Returns the highest order of derivatives that the converted code has, up to 2; -1 if it cannot be called."""
-        return next((order for order in (2, 1, 0) if self.oracle_error(group, order) is None), -1)
+        orders = range(group.highest, -1, -1)
+        return next((order for order in orders if self.oracle_error(group, order) is None), -1)
 
     def oracle_error(self, group: Group, order: int) -> Exception | None:
         """Returns the error of the converted code's derivatives of an order."""
@@ -185,13 +195,18 @@ class Proof:
                 return found
         return None
 
-    def _oracle_results(self, group: Group, order: int) -> _Results | Exception:
+    def _oracle_results(self, group: Group, order: int) -> _Results | _TorchResults | Exception:
         """Returns the results of the converted code, which all written modules are compared with, or its error."""
         if (key := (id(group), order)) not in self._expected:
+            uses_torch = self.reads_values and self.torch_code is not None and group.what != EXAMPLE
             with warnings.catch_warnings(), jax.enable_x64(group.x64):
                 warnings.simplefilter("ignore")
                 try:
-                    self._expected[key] = _Results(self._oracle_program(group), order, group.example)
+                    code, program = self.torch_code, self._oracle_program(group)
+                    results = (
+                        _TorchResults(code, order, group) if uses_torch else _Results(program, order, group.example)
+                    )
+                    self._expected[key] = results
                 except Exception as error:  # User code and JAX raise anything.
                     self._expected[key] = error
         return self._expected[key]
@@ -209,7 +224,7 @@ class Proof:
         ported = group.example.map(lambda x: port_value(x, loaded), statics)
         ours = _Program(port, ported, group.wanted, options, self.reads_values)
         theirs = self._oracle_results(group, order)
-        assert isinstance(theirs, _Results)
+        assert not isinstance(theirs, Exception)
         try:
             results = _Results(ours, order, group.example)
         except Exception as last:  # User code and JAX raise anything.
@@ -219,7 +234,7 @@ class Proof:
             return Difference(i, group, text, group.example, isinstance(error, _NEEDS_VALUES))
         if group.what == EXAMPLE and order == 1 and ours.error(group.example, 2) is None:
             return Difference(2, group, "the converted Function has none", group.example)
-        if group.what == EXAMPLE:
+        if isinstance(theirs, _Results) and group.what == EXAMPLE:
             for method in self.methods:
                 # One program, which is freed, not one for each operation, which JAX keeps.
                 run, arrays = getattr(_Program, f"outputs_by_{method}"), ours.arrays(group.example)
@@ -374,6 +389,43 @@ class _Results:
             results = run(self.program.arrays(sample))
             self._found[id(sample)] = sample, [list(map(np.asarray, x)) for x in results]
         return self._found[id(sample)][1]
+
+
+class _TorchResults:
+    """The results of torch code, up to gradients."""
+
+    is_finite_only = True
+
+    def __init__(self, code: Callable[..., Any], order: int, group: Group) -> None:
+        self._code, self._order, self._group = code, order, group
+        self._first = self._results(group.example)
+
+    def at(self, sample: Example) -> list[list[np.ndarray]]:
+        """Returns lists of outputs and gradients."""
+        return self._first if sample is self._group.example else self._results(sample)
+
+    def _results(self, sample: Example) -> list[list[np.ndarray]]:
+        args, kwargs, inputs = sample.in_torch(self._group.wanted)
+        outputs = [x for x in torch_tree.tree_leaves(self._code(*args, **kwargs)) if x is not None]
+        tensors = [x if isinstance(x, torch.Tensor) else torch.tensor(x) for x in outputs]
+        moving = [x for x in tensors if x.is_floating_point() or x.is_complex()]
+        others = [x for x in tensors if not (x.is_floating_point() or x.is_complex())]
+        results = [[_canonical(x) for x in (*moving, *others)]]
+        if self._order and inputs:
+            weights = [to_torch(np.asarray(_weights(jnp.asarray(to_numpy(x)), i))) for i, x in enumerate(moving)]
+            pairs = [(x, w) for x, w in zip(moving, weights, strict=True) if x.requires_grad]
+            starts, cotangents = [x for x, _ in pairs], [w for _, w in pairs]
+            unused = [None] * len(inputs)
+            found = torch.autograd.grad(starts, inputs, cotangents, allow_unused=True) if pairs else unused
+            gradients = zip(inputs, found, strict=True)
+            results.append([_canonical(torch.zeros_like(x) if g is None else g) for x, g in gradients])
+        return results
+
+
+def _canonical(x: torch.Tensor) -> np.ndarray:
+    """Returns a tensor with the precision that it has in JAX."""
+    array = to_numpy(x.detach())
+    return array.astype(jax.dtypes.canonicalize_dtype(array.dtype))
 
 
 def _once(function: Callable[..., Any], arrays: Sequence[jax.Array], is_eager: bool) -> Any:

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch.utils import _pytree as torch_tree
 
-from jaxfn._port.source.module import Module, write_module
+from jaxfn._port.source.module import Module, drawing_functions, write_module
 from jaxfn._port.source.observe import ObservedRun, ObservedTensor, is_function_class, observe
 from jaxfn._port.source.prove import Difference, Proof, in_double, make_groups
 from jaxfn._port.source.samples import Example, other_sizes, subsets
@@ -81,7 +81,8 @@ def _write_source(
     constants = _constants(observation, statics)
     rounds = any(map(_is_single, observation.in_double.values()))
     is_valid = partial(_is_valid, call)
-    proof = Proof(oracle, function.__name__, key_name, constants, is_valid, methods, rounds, reads_values)
+    torch_code = None if drawing_functions(observation) else call
+    proof = Proof(oracle, torch_code, function.__name__, key_name, constants, is_valid, methods, rounds, reads_values)
     order = proof.order(groups[0])
     if order < 1:
         _check_order(function, proof, groups[0], order)
