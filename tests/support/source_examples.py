@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import enum
 import functools
 import math
+import warnings
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -563,7 +563,7 @@ class MoreRules(Function):
     def backward(ctx, grad_output):
         if torch.is_grad_enabled():
             raise RuntimeError("has no second derivative")
-        with contextlib.suppress(ValueError):
+        with warnings.catch_warnings():
             x, _ = ctx.saved_tensors
             lu, pivots = torch.linalg.lu_factor(torch.eye(4) * 4 + torch.func.vmap(torch.tanh)(x))
             slope = torch.func.grad(lambda z: z.pow(3).sum())(x)
@@ -605,6 +605,81 @@ class DistinctElements(Function):
         _, inverse, counts = torch.unique(labels, return_inverse=True, return_counts=True)
         positions = (labels > 1).argwhere()
         return (grad_output * counts).sum() + inverse.to(grad_output.dtype) * len(positions), None
+
+
+@written(normal(3), 2.0)
+class ReassignedInput(Function):
+    """The gradient is by the variable's last value before the output, not by the one that got `requires_grad`."""
+
+    @staticmethod
+    def forward(ctx, x, k):
+        ctx.save_for_backward(x)
+        ctx.k = k
+        return (x * k).sin()
+
+    @staticmethod
+    def backward(ctx, grad_output):
+        (x,) = ctx.saved_tensors
+        count = 0
+        with torch.enable_grad():
+            x = x.detach()
+            x.requires_grad_()
+            x = x * ctx.k
+            y = x.sin()
+            count += 1
+            (gradient,) = torch.autograd.grad(y, x, grad_output)
+        return gradient * ctx.k * count, None
+
+
+@not_supported(r"it is not clear what autograd differentiates", normal(3), 1.0)
+class ChangedBesideItsGradient(Function):
+    """The output changes in the statement that contains the derivative."""
+
+    @staticmethod
+    def forward(ctx, x, scale):
+        ctx.save_for_backward(x)
+        ctx.scale = scale
+        return x.sin() if scale is None else x.sin() * scale
+
+    @staticmethod
+    def backward(ctx, grad_output):
+        with torch.enable_grad():
+            x = ctx.saved_tensors[0].detach().requires_grad_()
+            y = x.sin()
+            if ctx.scale is not None:
+                y = y * ctx.scale
+                (gradient,) = torch.autograd.grad(y, x, grad_output)
+        return gradient, None
+
+
+@not_supported(r"`except` would catch the error(.|\n)*y = y \* 2", normal(3), False)
+class CatchesWhatIsNotReached(Function):
+    @staticmethod
+    def forward(ctx, x, double):
+        y = x * 1
+        try:
+            if double:
+                y = y * 2
+            y = y + 1
+        except Exception:
+            pass
+        return y
+
+    @staticmethod
+    def backward(ctx, grad_output):
+        return grad_output, None
+
+
+@not_supported(r"`with torch.autocast\(.*enabled=on\)` has no rule", normal(3, 3), False)
+class AutocastByArgument(Function):
+    @staticmethod
+    def forward(ctx, x, on):
+        with torch.autocast("cpu", enabled=on):
+            return x @ x
+
+    @staticmethod
+    def backward(ctx, grad_output):
+        return grad_output, None
 
 
 def noise_like(x, scale=1.0):

@@ -228,7 +228,8 @@ class ExpressionRewriter:
             raise NoRuleError(f"{self._file.segment(target)} is updated in place")
         if isinstance(target, ast.Name) and target.id not in self._variables[-1] and self._is_variable(target.id):
             self._nonlocals.add(target.id)
-        return [f"{self._render(target)} = {text}", *self._write_back(target)]
+        name = target.id if isinstance(target, ast.Name) else self._render(target)
+        return [f"{name} = {text}", *self._write_back(target)]
 
     def _viewed_value(self, view: ast.expr, base: ast.expr, text: str) -> str:
         """Returns the new value of the tensor that is updated through a view; `text` is that of the view."""
@@ -258,8 +259,7 @@ class ExpressionRewriter:
             codes[name] = f"{new}.reshape({x}.shape)"
         dims = {self._value(x.value) for x in view.keywords if x.arg in ("dim1", "dim2")}
         if name == "diagonal" and len(view.keywords) == 2 and dims == {-1, -2} and not arguments:
-            shape = self._value(base).shape
-            axis = f"np.arange({x}.shape[{-1 if shape[-1] <= shape[-2] else -2}])"
+            axis = f"np.arange(min({x}.shape[-2:]))"
             return self._options.spell(f"{x}.at[..., {axis}, {axis}].set({text})")
         if view.keywords or name not in codes:
             raise NoRuleError(f"a tensor is updated in place through {name}")
@@ -812,6 +812,7 @@ class ExpressionRewriter:
         if not self._options.reads_values:
             raise ReadsValuesError(_READS_VALUE)
         options = {"axis" if name == "dim" else name: x.text for name, x in named.items() if name != "sorted"}
+        options |= {"equal_nan": "False"} if args[0].value.dtype.is_floating_point else {}
         return self._options.spell(f"jnp.unique({', '.join([args[0].text, *map('='.join, options.items())])})")
 
     def _call_masked_select(self, call: ast.Call, args: list[Argument], named: Mapping[Any, Argument]) -> str:
@@ -825,6 +826,14 @@ class ExpressionRewriter:
 
     def _call_is_grad_enabled(self, call: ast.Call, args: list[Argument], named: Mapping[Any, Argument]) -> str:
         """Returns whether autograd records where the first derivative is computed."""
+        parent: Any = call
+        while (parent := self._file.parents.get(parent)) is not None:
+            items = parent.items if isinstance(parent, ast.With) else []
+            modes = [
+                x.context_expr for x in items if callee_name(x.context_expr) in ("set_grad_enabled", "inference_mode")
+            ]
+            if any(not isinstance(x, ast.Constant) for mode in modes for x in getattr(mode, "args", ())):
+                raise NoRuleError("whether autograd records depends on an argument")
         return repr(self._value(call))
 
     def _call_numel(self, call: ast.Call, args: list[Argument], named: Mapping[Any, Argument]) -> str | None:

@@ -202,7 +202,8 @@ class Proof:
             with warnings.catch_warnings(), jax.enable_x64(group.x64):
                 warnings.simplefilter("ignore")
                 try:
-                    code, program = self.torch_code, self._oracle_program(group)
+                    code: Any = self.torch_code
+                    program = self._oracle_program(group)
                     results = (
                         _TorchResults(code, order, group) if uses_torch else _Results(program, order, group.example)
                     )

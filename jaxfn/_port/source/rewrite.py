@@ -32,11 +32,9 @@ from jaxfn._port.source.vjp_regions import Region, gradient_of
 from jaxfn._torch.values.errors import TranslationError
 
 # Contexts without an effect on JAX.
+_GRAD_MODES = (torch.no_grad, torch.enable_grad, torch.set_grad_enabled, torch.inference_mode)
 _MODES = (
-    torch.no_grad,
-    torch.enable_grad,
-    torch.set_grad_enabled,
-    torch.inference_mode,
+    *_GRAD_MODES,
     torch.autocast,
     torch.device,
     torch.cuda.device,
@@ -54,6 +52,12 @@ def _is_plain(statement: ast.stmt) -> bool:
         is_flag = isinstance(statement.value.value, (bool, str, type(None)))
         return is_flag and all(isinstance(x, ast.Attribute) for x in statement.targets)
     return isinstance(statement, _NO_BODY)
+
+
+def _catches_all(handler: ast.ExceptHandler) -> bool:
+    """Whether a handler catches `NotImplementedError`."""
+    names = {n.id for n in ast.walk(handler.type) if isinstance(n, ast.Name)} if handler.type is not None else set()
+    return handler.type is None or bool(names & {"BaseException", "Exception", "RuntimeError", "NotImplementedError"})
 
 
 class FunctionRewriter(ExpressionRewriter):
@@ -113,6 +117,14 @@ class FunctionRewriter(ExpressionRewriter):
         return self._file.edited(span, inside)
 
     def _not_reached(self, statement: ast.stmt) -> str:
+        child: Any = statement
+        while (parent := self._file.parents.get(child)) is not None and child is not self._node:
+            if isinstance(parent, ast.Try) and child in parent.body and any(map(_catches_all, parent.handlers)):
+                raise TranslationError(
+                    f"the source cannot be rewritten: no example reached this line, and `except` would catch the error "
+                    f"that says so. Pass an example that reaches it{self._file.line(statement)}"
+                )
+            child = parent
         return f'raise NotImplementedError("no example reached {self._location(statement)}")'
 
     def _mentions_torch(self, node: ast.AST) -> bool:
@@ -231,8 +243,9 @@ class FunctionRewriter(ExpressionRewriter):
         value = self._render(s.value)
         lines: list[str] = []
         for part, name in names.items():
-            self._stale(part.value)
-            base = as_operand(self._render(part.value))
+            if part is parts[0] or not isinstance(part.value, ast.Name):
+                self._stale(part.value)
+            base = part.value.id if isinstance(part.value, ast.Name) else as_operand(self._render(part.value))
             lines += self._store(part.value, f"{base}.at[{self._index(part)}].set({name})")
         edits = {self._file.span(part): name for part, name in names.items()}
         self._replace(s, f"{self._file.edited(self._file.span(target), edits)} = {value}", *lines)
@@ -334,13 +347,18 @@ class FunctionRewriter(ExpressionRewriter):
             self._block(body)
 
     def _with(self, s: ast.With) -> None:
-        contexts = [self._value(item.context_expr) for item in s.items]
-        if all(isinstance(x, (contextlib.suppress, warnings.catch_warnings)) for x in contexts):
+        contexts = [self._values(item.context_expr) for item in s.items]
+        if all(isinstance(x, warnings.catch_warnings) for values in contexts for x in values):
             self._block(s.body)
             return
-        for item, context in zip(s.items, contexts, strict=True):
-            if not isinstance(context, _MODES) or item.optional_vars is not None:
-                raise NoRuleError(f"`with {self._file.segment(item.context_expr)}` has no rule")
+        for item, values in zip(s.items, contexts, strict=True):
+            call = item.context_expr
+            arguments = [*call.args, *(x.value for x in call.keywords)] if isinstance(call, ast.Call) else []
+            has_flag = any(isinstance(self._value(x), bool) and not isinstance(x, ast.Constant) for x in arguments)
+            is_grad_mode = all(isinstance(x, _GRAD_MODES) for x in values)
+            is_known = all(isinstance(x, _MODES) for x in values) and (is_grad_mode or not has_flag)
+            if not is_known or item.optional_vars is not None:
+                raise NoRuleError(f"`with {self._file.segment(call)}` has no rule")
         first, last = s.body[0], s.body[-1]
         if first.lineno == s.lineno:
             raise NoRuleError("write the body of `with` on separate lines")
@@ -375,6 +393,9 @@ class FunctionRewriter(ExpressionRewriter):
         self._signature(s)
         self._block(s.body)
         self._variables.pop()
+        in_regions = {n.id for r in self._regions for x in r.statements for n in ast.walk(x) if isinstance(n, ast.Name)}
+        if self._nonlocals and s.name in in_regions:
+            raise NoRuleError(f"{s.name}, which is differentiated, updates variables of another function in place")
         if self._nonlocals:
             first = s.body[ast.get_docstring(s) is not None]
             start, _ = self._file.lines_span(first)

@@ -10,6 +10,8 @@ import torch
 
 from jaxfn._port.source.source_file import FunctionNode, bound_names
 
+_COMPOUND = (ast.If, ast.For, ast.While, ast.Try)
+
 
 class Region(NamedTuple):
     """The statements after the inputs got `requires_grad`, or their values, up to those that assign the outputs.
@@ -66,7 +68,18 @@ def find_regions(node: FunctionNode, value: Callable[[ast.expr], Any]) -> list[R
     for call in calls:
         by_outputs.setdefault(names_of(_outputs(call)) or call, []).append(call)
     flat = list(_statements(node.body))
-    return [r for outputs, group in by_outputs.items() if (r := _region(node, flat, outputs, group)) is not None]
+    regions: list[Region] = []
+    for outputs, group in by_outputs.items():
+        region = _region(node, flat, outputs, group)
+        if region is not None and not any(_overlap(region, other) for other in regions):
+            regions.append(region)
+    return regions
+
+
+def _overlap(region: Region, other: Region) -> bool:
+    """Whether a statement belongs to both regions, or one differentiates the derivative that another returns."""
+    inside = {n for s in region.statements for n in ast.walk(s)}
+    return any(s in inside for s in other.statements) or any(call in inside for call in other.calls)
 
 
 def _outputs(call: ast.Call) -> ast.expr | None:
@@ -144,13 +157,19 @@ def _region(
         if min(ends) < first:
             return None
     statements = flat[first : last + 1]
-    assigned = set().union(*map(bound_names, statements)) - inputs.keys() - {*outputs}
+    bound = set[str]().union(*map(bound_names, statements))
+    known = bound | inputs.keys() | ({*outputs} if value is None else set())
+    if isinstance(flat[end], _COMPOUND) and known & bound_names(flat[end]):
+        return None  # Other statements inside it, before or after the call, change what is differentiated.
+    assigned = bound - inputs.keys() - {*outputs}
     inside = set() if value is None else {*ast.walk(value)}
     later = {n.id for s in flat[last + 1 :] for n in ast.walk(s) if isinstance(n, ast.Name) and n not in inside}
     name = "_".join(outputs)
     function, vjp = (x + "_" * (x in taken) for x in (f"{name}_of_inputs", f"{name}_vjp"))
     before = parameters.union(*map(bound_names, flat[:first]))
-    read = {n.id for s in statements for n in ast.walk(s) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Load)}
+    nodes = [n for s in statements for n in ast.walk(s)]
+    read = {n.id for n in nodes if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Load)}
+    read |= {n.target.id for n in nodes if isinstance(n, ast.AugAssign) and isinstance(n.target, ast.Name)}
     changed = sorted(assigned & before & read)
     return Region(statements, [*inputs], outputs, sorted(assigned & later), changed, calls, function, vjp, value)
 
@@ -160,9 +179,8 @@ def _last(statements: Sequence[ast.stmt], condition: Callable[[ast.stmt], bool])
 
 
 def _start(statements: Sequence[ast.stmt], name: str) -> int:
-    """Returns the last statement that has a variable require a gradient, or without one, that assigns it."""
-    start = _last(statements, lambda s: _requires_grad(s, name))
-    return start if start >= 0 else _last(statements, lambda s: name in bound_names(s))
+    """Returns the last statement that assigns a variable, or has it require a gradient."""
+    return _last(statements, lambda s: _requires_grad(s, name) or name in bound_names(s))
 
 
 def _requires_grad(statement: ast.stmt, name: str) -> bool:
