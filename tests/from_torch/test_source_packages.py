@@ -161,9 +161,13 @@ def test_tensors_of_modules_and_classes_become_constants(package):
             INDICES = torch.tensor([2, 0, 1])
         """,
         main="""
+            from types import SimpleNamespace
+
             import torch
             from . import tables
             from .tables import INDICES
+
+            options = SimpleNamespace(power=2, bounds=(-1.0, 4.0))
 
             class Weighted(torch.autograd.Function):
                 shift = torch.tensor([[1.0], [float("inf")]])
@@ -173,6 +177,7 @@ def test_tensors_of_modules_and_classes_become_constants(package):
                 def forward(ctx, x):
                     ctx.save_for_backward(x)
                     y = (x * tables.WEIGHTS)[:, INDICES] * Weighted.scale
+                    y = y.clamp(options.bounds[0], options.bounds[1]) ** options.power
                     return torch.minimum(y, Weighted.shift).to(Weighted.dtype)
 
                 @staticmethod
@@ -187,6 +192,7 @@ def test_tensors_of_modules_and_classes_become_constants(package):
     assert "WEIGHTS = np.array([0.1, 2.0, -3.0], np.float32)" in text
     assert "    scale = np.array([1.5, 1.5, 1.5], np.float32)" in text
     assert "    shift = np.array([[1.0], [np.inf]], np.float32)" in text
+    assert "options = types.SimpleNamespace(power=2, bounds=(-1.0, 4.0))" in text
 
 
 @row("H17")

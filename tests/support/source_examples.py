@@ -478,7 +478,7 @@ class UnclearGradient(Function):
 
 @written(normal(3, 4), normal(4, 2))
 class GradientsOfExpressions(Function):
-    """Outputs that are no variables, inputs without `detach`, and a variable that the differentiated code changes."""
+    """Expressions as outputs, inputs without `detach`, and a variable that the differentiated code changes."""
 
     @staticmethod
     def forward(ctx, x, w):

@@ -223,7 +223,7 @@ class _Writer:
         """Adds a class of named tuples that no class statement defines, by its fields."""
         name, is_new = self._reserve(kind.__name__, kind, kind.__module__)
         if is_new:
-            classes: dict[str, type] = {}
+            classes: dict[str, Any] = {}
             defaults = _literal(name, tuple(kind._field_defaults.values()), name, classes)
             text = f'{name} = collections.namedtuple("{name}", {json.dumps(kind._fields)}, defaults={defaults})'
             scope = {**classes, "collections": collections}
@@ -628,7 +628,7 @@ def _denoted(file: SourceFile, node: ast.Name, value: Any) -> _Denoted:
     return found
 
 
-def _constant_text(name: str, found: _Denoted, file: SourceFile, where: str) -> tuple[str, dict[str, type]]:
+def _constant_text(name: str, found: _Denoted, file: SourceFile, where: str) -> tuple[str, dict[str, Any]]:
     """Returns the assignment of a constant, that of the user's file if it has a literal, and the classes in it."""
     for statement in file.tree.body if name == found.name and not found.module else ():
         if isinstance(statement, ast.Assign) and [ast.unparse(t) for t in statement.targets] == [name]:
@@ -638,7 +638,7 @@ def _constant_text(name: str, found: _Denoted, file: SourceFile, where: str) -> 
                     return file.slice(file.line_span(statement.lineno, statement.end_lineno)).rstrip(), {}
             except ValueError:
                 break
-    classes: dict[str, type] = {}
+    classes: dict[str, Any] = {}
     kind = type(found.value)
     if is_user_class(kind) and hasattr(found.value, "__dict__") and _fields(found.value) is None:
         # The constructor ran before torch code was observed.
@@ -648,7 +648,7 @@ def _constant_text(name: str, found: _Denoted, file: SourceFile, where: str) -> 
     return f"{name} = {_literal(name, found.value, where, classes)}", classes
 
 
-def _literal(name: str, value: Any, where: str, classes: dict[str, type]) -> str:
+def _literal(name: str, value: Any, where: str, classes: dict[str, Any]) -> str:
     """Returns a constant as code, and adds the classes that it names to `classes`."""
     if isinstance(value, torch.dtype):
         return dtype_text(value)
@@ -660,6 +660,9 @@ def _literal(name: str, value: Any, where: str, classes: dict[str, type]) -> str
         return json.dumps(value, ensure_ascii=False)
     if value is None or isinstance(value, (bool, int, float, complex)):
         return repr(value)
+    if isinstance(value, types.SimpleNamespace):
+        classes["types"] = types
+        return f"types.SimpleNamespace({_keywords(name, vars(value), where, classes)})"
     if (arguments := _fields(value)) is not None:
         classes[type(value).__name__] = type(value)
         return f"{type(value).__name__}({_keywords(name, arguments, where, classes)})"
@@ -675,7 +678,7 @@ def _literal(name: str, value: Any, where: str, classes: dict[str, type]) -> str
     )
 
 
-def _keywords(name: str, values: Mapping[str, Any], where: str, classes: dict[str, type]) -> str:
+def _keywords(name: str, values: Mapping[str, Any], where: str, classes: dict[str, Any]) -> str:
     return ", ".join(f"{key}={_literal(name, value, where, classes)}" for key, value in values.items())
 
 
@@ -702,7 +705,7 @@ def _array_text(value: torch.Tensor) -> str:
     return f"np.array({numbers}, {dtype})"
 
 
-def _key(value: Any, classes: dict[str, type]) -> str:
+def _key(value: Any, classes: dict[str, Any]) -> str:
     if isinstance(value, enum.Enum) and is_user_class(type(value)):
         classes[type(value).__name__] = type(value)
         return f"{type(value).__name__}({value.value!r})"

@@ -25,7 +25,7 @@ from jaxfn._port.source.module import Module
 from jaxfn._port.source.observe import is_function_class, is_user_function
 from jaxfn._port.source.samples import Example, subsets, variations
 from jaxfn._port.source.typecheck import numpy_dtype
-from jaxfn._torch.values.arrays import to_numpy, to_torch
+from jaxfn._torch.values.arrays import to_jax, to_torch
 from jaxfn._torch.values.errors import TranslationError
 
 _RTOL = {"float16": 4e-3, "bfloat16": 3e-2, "float32": 3e-5, "complex64": 3e-5}
@@ -147,7 +147,7 @@ class Proof:
     Attributes:
       oracle: The converted code, a function of arrays.
       torch_code: The torch code, with which code that reads values is compared in all groups but that of the example,
-        as its conversion would be traced anew for each; `None` if it draws random numbers.
+        as each would need another trace of its conversion; `None` if it draws random numbers.
       name: The name of the function in the written modules.
       key_name: The name of the parameter of the converted code that takes a random key.
       constants: Numbers at which the code may have ties.
@@ -168,7 +168,7 @@ class Proof:
     rounds: bool
     reads_values: bool = False
     _samples: dict[int, list[tuple[str, Example]]] = field(default_factory=dict)
-    _expected: dict[tuple[int, int], _Results | _TorchResults | Exception] = field(default_factory=dict)
+    _expected: dict[tuple[int, int], _Results | _OriginalResults | Exception] = field(default_factory=dict)
 
     def order(self, group: Group) -> int:
         """Returns the highest order of derivatives that the converted code has, up to 2; -1 if it cannot be called."""
@@ -195,7 +195,7 @@ class Proof:
                 return found
         return None
 
-    def _oracle_results(self, group: Group, order: int) -> _Results | _TorchResults | Exception:
+    def _oracle_results(self, group: Group, order: int) -> _Results | _OriginalResults | Exception:
         """Returns the results of the converted code, which all written modules are compared with, or its error."""
         if (key := (id(group), order)) not in self._expected:
             uses_torch = self.reads_values and self.torch_code is not None and group.what != EXAMPLE
@@ -205,7 +205,7 @@ class Proof:
                     code: Any = self.torch_code
                     program = self._oracle_program(group)
                     results = (
-                        _TorchResults(code, order, group) if uses_torch else _Results(program, order, group.example)
+                        _OriginalResults(code, order, group) if uses_torch else _Results(program, order, group.example)
                     )
                     self._expected[key] = results
                 except Exception as error:  # User code and JAX raise anything.
@@ -392,7 +392,7 @@ class _Results:
         return self._found[id(sample)][1]
 
 
-class _TorchResults:
+class _OriginalResults:
     """The results of torch code, up to gradients."""
 
     is_finite_only = True
@@ -411,22 +411,21 @@ class _TorchResults:
         tensors = [x if isinstance(x, torch.Tensor) else torch.tensor(x) for x in outputs]
         moving = [x for x in tensors if x.is_floating_point() or x.is_complex()]
         others = [x for x in tensors if not (x.is_floating_point() or x.is_complex())]
-        results = [[_canonical(x) for x in (*moving, *others)]]
+        results = [[_values(x) for x in (*moving, *others)]]
         if self._order and inputs:
-            weights = [to_torch(np.asarray(_weights(jnp.asarray(to_numpy(x)), i))) for i, x in enumerate(moving)]
+            # JAX's gradients of complex numbers are the conjugates of torch's.
+            weights = [to_torch(_weights(to_jax(x), i)).conj() for i, x in enumerate(moving)]
             pairs = [(x, w) for x, w in zip(moving, weights, strict=True) if x.requires_grad]
             starts, cotangents = [x for x, _ in pairs], [w for _, w in pairs]
             unused = [None] * len(inputs)
             found = torch.autograd.grad(starts, inputs, cotangents, allow_unused=True) if pairs else unused
             gradients = zip(inputs, found, strict=True)
-            results.append([_canonical(torch.zeros_like(x) if g is None else g) for x, g in gradients])
+            results.append([_values(torch.zeros_like(x) if g is None else g.conj()) for x, g in gradients])
         return results
 
 
-def _canonical(x: torch.Tensor) -> np.ndarray:
-    """Returns a tensor with the precision that it has in JAX."""
-    array = to_numpy(x.detach())
-    return array.astype(jax.dtypes.canonicalize_dtype(array.dtype))
+def _values(x: torch.Tensor) -> np.ndarray:
+    return np.asarray(to_jax(x))
 
 
 def _once(function: Callable[..., Any], arrays: Sequence[jax.Array], is_eager: bool) -> Any:

@@ -104,14 +104,14 @@ class SourceFile:
         return parent if isinstance(parent, ast.ClassDef) else None
 
 
-# Packages whose functions accept JAX arrays, besides those of torch.
-SHARED_PACKAGES = frozenset({"einops", "jax", "jaxfn", "numpy"})
+# Packages whose functions accept tensors and JAX arrays.
+SHARED_PACKAGES = frozenset({"einops"})
 
 
 def is_importable(module: str) -> bool:
     """Whether the written module may import a module."""
     package = module.partition(".")[0]
-    return package in sys.stdlib_module_names or package in SHARED_PACKAGES
+    return package in sys.stdlib_module_names or package in {"numpy", "jax", "jaxfn", *SHARED_PACKAGES}
 
 
 class SourceFiles:

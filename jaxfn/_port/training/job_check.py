@@ -183,8 +183,16 @@ class TrainingCheck:
             if first.row.stage in ("clipping", "parameters"):
                 first = min(wrong, key=lambda result: result.order)
             report.step, report.stage, report.name = first.row.step, first.row.stage, first.row.name
-            report.looks_like = looks_like(first.row.stage, first.evidence()) if first.evidence else ""
+            report.looks_like = self._explain(first, wrong)
         report.rows = sorted((r.row for r in self._results.values()), key=lambda row: STAGES.index(row.stage))
+
+    def _explain(self, first: _Result, wrong: Sequence[_Result]) -> str:
+        """Returns what a deviation looks like, or where one number says nothing, what another array looks like."""
+        alike = [result for result in wrong if result.order[:3] == first.order[:3] and result is not first]
+        for result in [first, *sorted(alike, key=lambda result: result.order)]:
+            if result.evidence and (text := looks_like(result.row.stage, result.evidence())):
+                return text if result is first else f"{result.row.name}: {text}"
+        return ""
 
     def _gradient_of(self, parameters: Any, buffers: Any, batch: Any) -> tuple[Any, Arrays, Any]:
         """Returns the gradient of the port, the terms of its loss, and new buffers."""

@@ -59,7 +59,8 @@ def _loss(found: Evidence) -> str:
     leaves = tree_flatten_with_path(found.batch)
     texts = [text for text, factor in _factors([x for _, x in leaves[0]]) if _is_close(ours, factor * expected)]
     if texts:
-        return f"{ours / expected:.4g} times torch's: {'such as ' if texts[1:] else ''}{texts[0]}"
+        is_one_of_several = len(texts) > 1 and " one over " in texts[0]
+        return f"{ours / expected:.4g} times torch's: {'such as ' if is_one_of_several else ''}{texts[0]}"
     if text := _use_of_batch(found):
         return text
     for path, changed, text in _changed_batches(leaves):
