@@ -10,6 +10,7 @@ import traceback
 import types
 import warnings
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple
@@ -198,16 +199,15 @@ class Proof:
     def _oracle_results(self, group: Group, order: int) -> _Results | _OriginalResults | Exception:
         """Returns the results of the converted code, which all written modules are compared with, or its error."""
         if (key := (id(group), order)) not in self._expected:
-            uses_torch = self.reads_values and self.torch_code is not None and group.what != EXAMPLE
+            uses_torch = self.reads_values and group.what != EXAMPLE
             with warnings.catch_warnings(), jax.enable_x64(group.x64):
                 warnings.simplefilter("ignore")
                 try:
-                    code: Any = self.torch_code
-                    program = self._oracle_program(group)
-                    results = (
-                        _OriginalResults(code, order, group) if uses_torch else _Results(program, order, group.example)
-                    )
-                    self._expected[key] = results
+                    if self.torch_code is not None and uses_torch:
+                        with suppress(Exception):  # The conversion says whether the group can be compared.
+                            self._expected[key] = _OriginalResults(self.torch_code, order, group)
+                    if key not in self._expected:
+                        self._expected[key] = _Results(self._oracle_program(group), order, group.example)
                 except Exception as error:  # User code and JAX raise anything.
                     self._expected[key] = error
         return self._expected[key]
