@@ -66,10 +66,9 @@ _IMPORTS = {
     "jaxfn": "import jaxfn",
     "itertools": "import itertools",
 }
-# Decorators without an effect on JAX.
+# Decorators of torch without an effect on JAX.
 _REMOVED_DECORATORS = frozenset(
     {"no_grad", "enable_grad", "custom_fwd", "custom_bwd", "compile", "ignore", "unused", "disable", "allow_in_graph"}
-    | {"beartype", "jaxtyped", "typechecked"}  # checks of types
 )
 _TORCH_FOLDER = os.path.join(os.path.dirname(torch.__file__), "")
 _KEPT_DECORATORS = frozenset({"staticmethod", "classmethod"})
