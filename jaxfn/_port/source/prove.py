@@ -372,7 +372,7 @@ class _Results:
     def __init__(self, program: _Program, order: int, example: Example) -> None:
         self.program = program
         self._found: dict[int, tuple[Example, list[list[np.ndarray]]]] = {}
-        self._run: Callable[..., Any] | None = None
+        self._run: Any = None
         run = partial(program.run, order=order)
         if program.is_eager:
             self._run, self.is_finite_only = _eagerly(run), True
@@ -385,9 +385,8 @@ class _Results:
         """Returns lists of outputs, gradients and second derivatives."""
         if id(sample) not in self._found:
             if self._run is None:
-                self._run, self._traced = self._traced.lower().compile(compiler_options=_COMPILER_OPTIONS), None
-            run: Any = self._run
-            results = run(self.program.arrays(sample))
+                self._run, self._traced = _compile(self._traced), None
+            results = self._run(self.program.arrays(sample))
             self._found[id(sample)] = sample, [list(map(np.asarray, x)) for x in results]
         return self._found[id(sample)][1]
 
@@ -429,10 +428,15 @@ def _values(x: torch.Tensor) -> np.ndarray:
 
 
 def _once(function: Callable[..., Any], arrays: Sequence[jax.Array], is_eager: bool) -> Any:
-    """Calls a function, compiled without optimization, unless it is to run eagerly."""
+    """Calls a function, compiled unless it is to run eagerly."""
     if is_eager:
         return _eagerly(function)(arrays)
-    return jax.jit(function).trace(arrays).lower().compile(compiler_options=_COMPILER_OPTIONS)(arrays)
+    return _compile(jax.jit(function).trace(arrays))(arrays)
+
+
+def _compile(traced: Any) -> Any:
+    """Compiles a traced function without optimization."""
+    return traced.lower().compile(compiler_options=_COMPILER_OPTIONS)
 
 
 def _eagerly(function: Callable[..., Any]) -> Callable[..., Any]:
